@@ -1,0 +1,16 @@
+// How does host code use more than one core? The OpenMP runtime, which torch has loaded and keeps warm.
+#pragma once
+
+#include <cstdint>
+
+namespace perseus::host {
+
+// Runs task(i) for i in [0, count) on up to num_threads threads. Tasks are handed out one by one, so they may differ in
+// size; they must not throw. Without OpenMP (a build without -fopenmp) they run in order on the calling thread.
+template <typename Task>
+void parallel_for(int64_t count, int num_threads, const Task& task) {
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (count > 1 && num_threads > 1)
+    for (int64_t i = 0; i < count; ++i) task(i);
+}
+
+}  // namespace perseus::host

@@ -1,0 +1,231 @@
+"""What does each node of the view mean? Runs the rules once over the graph, in order; reads and never edits."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..capture import AtenView
+from .rule import Rule
+from .values import Number, Value
+
+aten = torch.ops.aten
+
+# Operators whose result holds the numbers of their first argument; only shape, dtype or strides can differ.
+_SAME_NUMBERS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.alias.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        aten.to.device,
+        aten.to.other,
+        aten._to_copy.default,
+        aten.type_as.default,
+    }
+)
+_RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints})
+
+
+class Reader:
+    """What the rules may ask about nodes of the view."""
+
+    def __init__(self, view: AtenView) -> None:
+        self._view = view
+        self._values: dict[Node, Value] = {}
+        self._roots: dict[Node, Node] = {}
+
+    def value(self, arg: Any) -> Value | None:
+        """The meaning of an argument, if it is a node that has one."""
+        return self._values.get(arg) if isinstance(arg, Node) else None
+
+    def root(self, node: Node) -> Node:
+        """The first node that holds the same tensor: same numbers, same shape, same dtype."""
+        return self._roots.get(node, node)
+
+    def shape(self, node: Node) -> tuple[int | torch.SymInt, ...]:
+        return tuple(node.meta["val"].shape)
+
+    def dim(self, node: Any) -> int:
+        """Number of axes; -1 for what is not a tensor."""
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        return value.dim() if isinstance(value, torch.Tensor) else -1
+
+    def dtype(self, node: Node) -> torch.dtype:
+        return node.meta["val"].dtype
+
+    def axis(self, node: Node, axis: int) -> int:
+        """``axis`` of the tensor ``node``, counted from the front."""
+        return axis % self.dim(node)
+
+    def same_tensor(self, a: Node, b: Node) -> bool:
+        """Whether both hold the same numbers in the same shape; reshapes on the way do not matter."""
+        return self._reshape_origin(a) is self._reshape_origin(b) and self.same_sizes(self.shape(a), self.shape(b))
+
+    def same_sizes(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+        # statically_known_true adds no guard: a size that is only equal today does not match.
+        return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+    def number(self, arg: Any) -> Number | None:
+        """A Python number, or a symbolic one that has a value now (Dynamo makes floats inputs under dynamic=True)."""
+        if isinstance(arg, Node):
+            arg = arg.meta.get("val")
+        if isinstance(arg, bool) or arg is None:
+            return None
+        if isinstance(arg, (int, float)):
+            return Number(float(arg))
+        if isinstance(arg, (torch.SymInt, torch.SymFloat)) and arg.node.has_hint():
+            return Number(float(arg.node.hint), arg)
+        return None
+
+    def cast_source(self, node: Node) -> Node:
+        """What ``node`` was before a change of dtype alone, or ``node`` itself."""
+        root = self.root(node)
+        if root.target in _SAME_NUMBERS and root.target not in _RESHAPES:
+            source = root.args[0]
+            if isinstance(source, Node) and self.same_sizes(self.shape(root), self.shape(source)):
+                return self.root(source)
+        return root
+
+    def describe(self, node: Node) -> str:
+        """``node`` as refusals name it: the operator, and the node of Dynamo's graph that it comes from."""
+        origin = self._view.origin.get(node, node)
+        return f"{node.target} ({origin.name})" if node.op == "call_function" else origin.name
+
+    def _reshape_origin(self, node: Node) -> Node:
+        node = self.root(node)
+        while node.target in _RESHAPES and isinstance(node.args[0], Node):
+            node = self.root(node.args[0])
+        return node
+
+    # -- written by interpret() only --
+
+    def _record(self, node: Node, value: Value) -> None:
+        self._values[node] = value
+
+    def _record_root(self, node: Node) -> Node | None:
+        """Notes and returns the source of a node that only repeats its first argument."""
+        if node.target not in _SAME_NUMBERS or not node.args or not isinstance(node.args[0], Node):
+            return None
+        source = node.args[0]
+        if self.dim(source) < 0 or self.dim(node) < 0:
+            return None
+        same = self.dtype(node) == self.dtype(source) and self.same_sizes(self.shape(node), self.shape(source))
+        if not same or node.meta["val"].device != source.meta["val"].device:
+            return None
+        if node.target is aten.slice.Tensor and len(node.args) > 4 and node.args[4] != 1:
+            return None
+        self._roots[node] = self.root(source)
+        return source
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpretation:
+    """The meanings of a view's nodes.
+
+    Attributes:
+        reader: answers for every node of the view.
+        sentences: for nodes without a meaning at which a rule stopped, why.
+    """
+
+    view: AtenView
+    reader: Reader
+    sentences: dict[Node, str]
+
+
+def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
+    """Derives the meaning of every node, in graph order. Linear in the number of nodes."""
+    by_target: dict[OpOverload, list[Rule]] = {}
+    for rule in rules:
+        for target in rule.targets:
+            by_target.setdefault(target, []).append(rule)
+    reader = Reader(view)
+    sentences: dict[Node, str] = {}
+    for node in view.graph.nodes:
+        if node.op != "call_function" or node in view.opaque:
+            continue
+        source = reader._record_root(node)
+        if source is not None:
+            value = reader.value(source)
+            if value is not None:
+                reader._record(node, value)
+            continue
+        target, problem = _functional_target(node)
+        for rule in by_target.get(target, ()):
+            answer = rule.derive(reader, node) if problem is None else problem
+            if isinstance(answer, str):
+                sentences.setdefault(node, answer)
+            elif answer is not None:
+                reader._record(node, answer)
+                sentences.pop(node, None)
+                break
+    return Interpretation(view, reader, sentences)
+
+
+def _functional_target(node: Node) -> tuple[Any, str | None]:
+    """The overload that ``node`` amounts to, and why it cannot be read so, if it cannot.
+
+    An in-place operator counts as its functional form where nobody else can see the write: the written value was born
+    in the graph, is no view, and is read by nobody after the write but through the writing node.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or not target._schema.name.endswith("_") or target._schema.name.endswith("__"):
+        return target, None
+    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(aten, name, None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None:
+        return target, None
+    return overload, _write_problem(node)
+
+
+def _write_problem(node: Node) -> str | None:
+    written = node.args[0]
+    if not isinstance(written, Node) or written.op != "call_function":
+        return f"{node.target} writes to an input of the graph"
+    if any(reader > node for reader in _readers_around(written, node)):
+        return f"{node.target} writes to a value that other nodes read"
+    return None
+
+
+def _readers_around(written: Node, writer: Node) -> set[Node]:
+    """Every node that reads the storage of ``written`` in another way than through the result of ``writer``."""
+    base = written
+    while (below := view_base(base)) is not None:
+        base = below
+    readers: set[Node] = set()
+    pending = [base]
+    while pending:
+        for user in pending.pop().users:
+            if user is not writer and user not in readers:
+                readers.add(user)
+                if view_base(user) is not None:
+                    pending.append(user)
+    if base.op != "call_function":  # an input: its storage is read by the caller after the graph
+        readers.add(next(iter(reversed(written.graph.nodes))))
+    return readers
+
+
+def view_base(node: Node) -> Node | None:
+    """The tensor of which ``node`` is a view, one step down, or None where it has storage of its own."""
+    if not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.target is operator.getitem:
+        return view_base(node.args[0])
+    if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
+        return node.args[0]
+    return None

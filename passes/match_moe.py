@@ -1,0 +1,200 @@
+"""Which MoE layers does this graph contain? Reads the view; never edits anything.
+
+A layer is found from its end: a sum over choices whose meaning is known down to the tokens, the ids, the routing
+weights and the expert weights. What looked like experts and is no such layer becomes a refusal with a sentence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..capture import AtenView
+from ..facts import ExpertsSpec, MoEMatch, Refusal
+from .interpret import Interpretation, interpret
+from .match_routing import RouterFound, find_router
+from .patterns import all_rules
+from .patterns.activations import recognize_gate
+from .region import closure, interfering_write, outside_reader
+from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, TokenRows
+
+_LAYER_VALUES = (*INNER_VALUES, Combined)
+# Gathered tokens may have other readers: they cost a gather, not the experts.
+_PRIVATE_VALUES = tuple(kind for kind in _LAYER_VALUES if kind is not TokenRows)
+
+
+def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
+    """All MoE layers of a graph, in graph order, each as a match or as a refusal."""
+    found = interpret(view, all_rules())
+    results: list[MoEMatch | Refusal] = []
+    explained: set[Node] = set()
+    for node in view.graph.nodes:
+        if isinstance(found.reader.value(node), Hidden) and not _reads(found, node, Hidden):
+            reached = _reached(found, node)
+            explained |= reached
+            sinks = [sink for sink in reached if _is_sink(found, sink)]
+            if len(sinks) == 1:
+                results.append(_match(found, sinks[0]))
+            else:
+                results.append(_refuse(found, node, _why_lost(found, reached, sinks)))
+        elif node in found.sentences and node not in explained and _is_expert_product(found, node):
+            results.append(_refuse(found, node, found.sentences[node]))
+    return results
+
+
+def _reads(found: Interpretation, node: Node, kind: type) -> bool:
+    return any(isinstance(found.reader.value(source), kind) for source in node.all_input_nodes)
+
+
+def _is_expert_product(found: Interpretation, node: Node) -> bool:
+    """A product with per-expert weights that no rule could place: the one thing in a graph that only experts have."""
+    name = str(node.target)
+    return "grouped_mm" in name or ("bmm" in name and not _reads(found, node, Hidden))
+
+
+def _reached(found: Interpretation, head: Node) -> set[Node]:
+    """``head`` and every node whose meaning descends from it, with the first nodes beyond."""
+    reached, pending = {head}, [head]
+    while pending:
+        for user in pending.pop().users:
+            if user not in reached:
+                reached.add(user)
+                if isinstance(found.reader.value(user), _LAYER_VALUES):
+                    pending.append(user)
+    return reached
+
+
+def _is_sink(found: Interpretation, node: Node) -> bool:
+    """The first node that holds the layer's sum in the tokens' dtype."""
+    value = found.reader.value(node)
+    if not isinstance(value, Combined):
+        return False
+    dtype = found.reader.dtype(value.output.hidden.rows.x)
+    earlier = [s for s in node.all_input_nodes if isinstance(found.reader.value(s), Combined)]
+    return found.reader.dtype(node) == dtype and all(found.reader.dtype(source) != dtype for source in earlier)
+
+
+def _why_lost(found: Interpretation, reached: set[Node], sinks: list[Node]) -> str:
+    if sinks:
+        return f"its expert outputs are summed {len(sinks)} times"
+    lost = sorted(node for node in reached if not isinstance(found.reader.value(node), _LAYER_VALUES))
+    sentences = [found.sentences[node] for node in lost if node in found.sentences]
+    if sentences:
+        return sentences[0]
+    unknown = [node for node in lost if node.op != "output"]
+    if unknown:
+        return f"{found.reader.describe(unknown[0])} has no meaning between the expert linears and the sum over choices"
+    return "its expert outputs leave the graph before they are summed in the tokens' dtype"
+
+
+def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
+    read, view = found.reader, found.view
+    combined = read.value(sink)
+    assert isinstance(combined, Combined)
+    output = combined.output
+    rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
+    assert weights is not None, "only weighted rows are grouped by token"
+    gate = recognize_gate(output.expression)
+    if isinstance(gate, str):
+        return _refuse(found, sink, gate)
+    gate_up, down = output.hidden.gate_up, output.down
+    parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
+    inputs = [rows.x, ids, weights, *parameters]
+    region = closure((sink,), inputs)
+    reason = _shape_reason(found, sink, output) or _context_reason(found, sink, region, inputs)
+    if reason is not None:
+        return _refuse(found, sink, reason)
+    router = find_router(found, ids, weights, rows.x, region)
+    symbols = tuple(number.symbol for number in gate.parameters if number.symbol is not None)
+    return MoEMatch(
+        layer=layer_name(view.origin[sink]),
+        spelling="batched_mm" if rows.order is None else "grouped_mm",
+        x_TD=_dynamo(view, rows.x),
+        ids_TK=_dynamo(view, ids),
+        weights_TK=_dynamo(view, weights),
+        gate_up=_dynamo(view, gate_up.weight),
+        gate_up_bias=_dynamo(view, gate_up.bias) if gate_up.bias else None,
+        down=_dynamo(view, down.weight),
+        down_bias=_dynamo(view, down.bias) if down.bias else None,
+        spec=ExpertsSpec(
+            weight_layout=gate_up.layout,
+            gate_layout=gate.layout,
+            activation=gate.activation,
+            activation_params=tuple(number.value for number in gate.parameters),
+            num_experts=read.shape(gate_up.weight)[0],
+        ),
+        output=_dynamo(view, sink),
+        region=view.dynamo_nodes(region),
+        router=router.router if isinstance(router, RouterFound) else None,
+        router_reason=None if isinstance(router, RouterFound) else router,
+        symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
+    )
+
+
+def _dynamo(view: AtenView, node: Node) -> Node:
+    value = view.dynamo_value(node)
+    assert value is not None, "a match reads and writes only whole results of Dynamo's nodes"
+    return value
+
+
+def _shape_reason(found: Interpretation, sink: Node, output: ExpertOutput) -> str | None:
+    """Why the parts do not fit together as one call, if they do not."""
+    read = found.reader
+    rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
+    gate_up, down = output.hidden.gate_up, output.down
+    assert weights is not None
+    if gate_up.layout != down.layout:
+        return f"the two expert weights are stored in different layouts, {gate_up.layout} and {down.layout}"
+    if read.shape(gate_up.weight)[0] != read.shape(down.weight)[0]:
+        return f"the two expert weights hold {read.shape(gate_up.weight)[0]} and {read.shape(down.weight)[0]} experts"
+    if not read.same_sizes(read.shape(ids), read.shape(weights)):
+        return f"ids {list(read.shape(ids))} and routing weights {list(read.shape(weights))} differ in shape"
+    if not read.same_sizes(read.shape(ids)[:1], read.shape(rows.x)[:1]):
+        return f"{read.shape(ids)[0]} rows of ids for {read.shape(rows.x)[0]} tokens"
+    if not read.same_sizes(read.shape(sink), read.shape(rows.x)):
+        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(rows.x))}"
+    return _parameter_reason(found, (gate_up, down), read.dtype(rows.x))
+
+
+def _parameter_reason(found: Interpretation, linears: tuple[ExpertLinear, ...], dtype: torch.dtype) -> str | None:
+    for linear in linears:
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None and found.reader.dtype(parameter) != dtype:
+                name = found.reader.describe(parameter)
+                return f"expert parameter {name} is {found.reader.dtype(parameter)}, the tokens are {dtype}"
+    return None
+
+
+def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
+    """Why the region cannot be replaced where it stands, if it cannot."""
+    read, view = found.reader, found.view
+    state = view.state[view.origin[sink]]
+    if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
+        return "it runs under torch.autocast"
+    if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
+        return "its nodes run under different gradient modes"
+    inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
+    if reader := outside_reader(inner, region):
+        return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
+    if write := interfering_write(view, region, inputs):
+        return f"{read.describe(write)} writes in place to one of its inputs while it runs"
+    missing = [node for node in (*inputs, sink) if view.dynamo_value(node) is None]
+    if missing:
+        return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
+    return None
+
+
+def _is_float(node: Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
+    origin = found.view.origin[node]
+    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)
+
+
+def layer_name(node: Node) -> str:
+    """Dotted path of the module that ``node`` was traced in, for messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(iter(reversed(list(stack.values()))), ("",))[0]
+    return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"

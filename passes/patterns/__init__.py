@@ -1,0 +1,20 @@
+"""Every spelling that the matcher reads, in the order in which its rules are tried. Adding one is one file and one line."""
+
+from __future__ import annotations
+
+from ..rule import Rule, Spelling
+from .batched_mm import BATCHED_MM
+from .choices import CHOICES
+from .experts import EXPERTS
+from .grouped_mm import grouped_mm
+from .router_choice import ROUTER_CHOICE
+from .router_scores import ROUTER_SCORES
+
+
+def spellings() -> tuple[Spelling, ...]:
+    """All spellings. A function, since some operators exist only once the library that owns them is imported."""
+    return (CHOICES, grouped_mm(), BATCHED_MM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
+
+
+def all_rules() -> tuple[Rule, ...]:
+    return tuple(rule for spelling in spellings() for rule in spelling.rules)

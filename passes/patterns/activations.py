@@ -1,0 +1,101 @@
+"""Which gate functions does the op compute? Each is an expression over the two halves; nothing else is recognised."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ...facts import Activation, GateLayout
+from ..values import Expression, Number
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """A number of the pattern that becomes a parameter of the op; ``sign`` -1 stands for its negative."""
+
+    name: str
+    sign: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class GatePattern:
+    """A gate function: its name in the op, its expression over "gate" and "up", its parameters in the op's order."""
+
+    activation: Activation
+    expression: Any
+    parameters: tuple[str, ...] = ()
+
+
+_CLAMPED_GATE = ("clamp", "gate", None, _Parameter("limit"))
+_CLAMPED_UP = ("clamp", "up", _Parameter("limit", -1), _Parameter("limit"))
+
+GATE_PATTERNS = (
+    GatePattern("silu", ("mul", ("silu", "gate"), "up")),
+    GatePattern("gelu", ("mul", ("gelu", "gate"), "up")),
+    GatePattern("gelu_tanh", ("mul", ("gelu_tanh", "gate"), "up")),
+    GatePattern(
+        "clamped_swiglu",  # gpt-oss
+        (
+            "mul",
+            ("add", _CLAMPED_UP, Number(1.0)),
+            ("mul", _CLAMPED_GATE, ("sigmoid", ("mul", _CLAMPED_GATE, _Parameter("alpha")))),
+        ),
+        parameters=("alpha", "limit"),
+    ),
+)
+
+_LAYOUTS: tuple[tuple[GateLayout, dict[str, str]], ...] = (
+    ("concatenated", {"gate": "first", "up": "second"}),
+    ("interleaved", {"gate": "even", "up": "odd"}),
+)
+_COMMUTATIVE = ("mul", "add")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A recognised gate function."""
+
+    activation: Activation
+    layout: GateLayout
+    parameters: tuple[Number, ...]
+
+
+def recognize_gate(expression: Expression) -> Gate | str:
+    """The gate function that ``expression`` is, or a sentence that shows it."""
+    for pattern in GATE_PATTERNS:
+        for layout, halves in _LAYOUTS:
+            bindings: dict[str, Number] = {}
+            if _unify(pattern.expression, expression, halves, bindings):
+                return Gate(pattern.activation, layout, tuple(bindings[name] for name in pattern.parameters))
+    known = ", ".join(pattern.activation for pattern in GATE_PATTERNS)
+    return f"the gate between the two expert linears must be one of {known}, got {show(expression)}"
+
+
+def show(expression: Expression) -> str:
+    if isinstance(expression, tuple):
+        name, *operands = expression
+        return f"{name}({', '.join(show(operand) for operand in operands)})"
+    if isinstance(expression, Number):
+        return f"{expression.value:g}"
+    return str(expression)
+
+
+def _unify(pattern: Any, expression: Expression, halves: dict[str, str], bindings: dict[str, Number]) -> bool:
+    if isinstance(pattern, _Parameter):
+        if not isinstance(expression, Number):
+            return False
+        number = expression if pattern.sign == 1 else Number(-expression.value, expression.symbol)
+        return bindings.setdefault(pattern.name, number) == number
+    if not isinstance(pattern, tuple):
+        return expression == halves.get(pattern, pattern)
+    if not isinstance(expression, tuple) or pattern[0] != expression[0] or len(pattern) != len(expression):
+        return False
+    orders = [expression[1:]]
+    if pattern[0] in _COMMUTATIVE:
+        orders.append(expression[:0:-1])
+    for operands in orders:
+        trial = dict(bindings)
+        if all(_unify(p, e, halves, trial) for p, e in zip(pattern[1:], operands, strict=True)):
+            bindings.update(trial)
+            return True
+    return False

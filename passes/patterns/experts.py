@@ -1,0 +1,262 @@
+"""What happens to routed rows inside an expert, whatever product the spelling uses: gather, bias, gate, combine."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch.fx import Node
+
+from ..interpret import Reader, aten
+from ..rule import Rule, Spelling
+from ..values import (
+    ChoiceGrid,
+    Combined,
+    ExpertOutput,
+    Expression,
+    Gated,
+    Hidden,
+    HiddenHalves,
+    InversePermutation,
+    Number,
+    PerChoice,
+    RowToken,
+    SelectedByExpert,
+    TokenRows,
+    Value,
+)
+
+
+def _gather(read: Reader, node: Node) -> Value | str | None:
+    """x[token of row], parameter[expert of row], and rows[inverse permutation]."""
+    source, indices = node.args[0], node.args[1]
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(source, Node):
+        return None
+    index = read.value(indices[0])
+    if isinstance(index, RowToken) and read.dim(source) == 2:
+        return TokenRows(read.root(source), index.order, index.top_k)
+    if isinstance(index, PerChoice) and not index.column and not read.dtype(index.of).is_floating_point:
+        return SelectedByExpert(read.root(source), index.of, index.order)
+    rows = read.value(source)
+    if isinstance(index, InversePermutation) and isinstance(rows, ExpertOutput):
+        if rows.order is not index.order:
+            return f"{read.describe(node)} undoes another permutation than the one that ordered the rows"
+        return dataclasses.replace(rows, order=None)
+    return None
+
+
+def _repeat_tokens(read: Reader, node: Node) -> Value | None:
+    """x.repeat_interleave(K, dim=0): token rows in choice order."""
+    source, repeats, axis = (*node.args, None)[:3]
+    axis = node.kwargs.get("dim", axis)
+    if isinstance(source, Node) and read.dim(source) == 2 and isinstance(repeats, int) and axis in (0, -2):
+        return TokenRows(read.root(source), order=None, top_k=repeats)
+    return None
+
+
+def _bias(read: Reader, node: Node) -> Value | str | None:
+    """rows + bias[expert of row], on either linear map."""
+    rows, bias = read.value(node.args[0]), read.value(node.args[1])
+    if not isinstance(rows, (Hidden, ExpertOutput)) or not isinstance(bias, SelectedByExpert):
+        return None
+    linear, order = (rows.gate_up, rows.rows.order) if isinstance(rows, Hidden) else (rows.down, rows.order)
+    ids = rows.ids if isinstance(rows, Hidden) else rows.hidden.ids
+    if linear.bias is not None:
+        return f"{read.describe(node)} adds a second bias"
+    if isinstance(rows, ExpertOutput) and rows.weights is not None:
+        return f"{read.describe(node)} adds a bias after the routing weight"
+    if node.kwargs.get("alpha", 1) != 1:
+        return f"{read.describe(node)} scales the bias by {node.kwargs['alpha']}"
+    if bias.order is not order or not read.same_tensor(bias.ids, ids):
+        return f"{read.describe(node)} adds a bias of other experts than those of the rows"
+    if read.dim(bias.of) != 2 or read.dtype(node) != read.dtype(node.args[0]):
+        return f"{read.describe(node)} must add one [E, N] bias in the rows' dtype"
+    with_bias = dataclasses.replace(linear, bias=bias.of)
+    if isinstance(rows, Hidden):
+        return dataclasses.replace(rows, gate_up=with_bias)
+    return dataclasses.replace(rows, down=with_bias)
+
+
+def _halve(read: Reader, node: Node) -> Value | None:
+    hidden = read.value(node.args[0])
+    if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
+        return None
+    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if read.axis(node.args[0], axis) != 1:
+        return None
+    width = read.shape(node.args[0])[1]
+    pieces = 2 if node.target is aten.chunk.default else width // 2
+    if isinstance(width, int) and width % 2 == 0 and node.args[1] == pieces:
+        return HiddenHalves(hidden)
+    return None
+
+
+def _half(read: Reader, node: Node) -> Value | None:
+    halves = read.value(node.args[0])
+    if isinstance(halves, HiddenHalves):
+        return Gated(halves.hidden, ("first", "second")[node.args[1]])
+    return None
+
+
+def _half_by_slice(read: Reader, node: Node) -> Value | None:
+    """hidden[..., ::2], [..., 1::2], [..., :F] or [..., F:]."""
+    hidden = read.value(node.args[0])
+    if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
+        return None
+    _, axis, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    width = read.shape(node.args[0])[1]
+    if read.axis(node.args[0], axis) != 1 or not isinstance(width, int) or width % 2:
+        return None
+    start, end = start or 0, min(width if end is None else end, width)
+    if step == 2 and end == width and start in (0, 1):
+        return Gated(hidden, ("even", "odd")[start])
+    if step == 1 and (start, end) in ((0, width // 2), (width // 2, width)):
+        return Gated(hidden, "first" if start == 0 else "second")
+    return None
+
+
+# Elementwise operators that expressions may hold, by the name they have there.
+_UNARY = {
+    aten.silu.default: "silu",
+    aten.sigmoid.default: "sigmoid",
+    aten.gelu.default: "gelu",
+    aten.relu.default: "relu",
+    aten.tanh.default: "tanh",
+}
+_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
+
+
+def _elementwise(read: Reader, node: Node) -> Value | str | None:
+    gated = {arg: value for arg in node.all_input_nodes if isinstance(value := read.value(arg), Gated)}
+    if not gated:
+        return None
+    first, *_ = gated
+    hidden = gated[first].hidden
+    if any(value.hidden != hidden or value.unit_axis is not None for value in gated.values()):
+        return f"{read.describe(node)} mixes values of two expert linears"
+    if read.dtype(node) != read.dtype(first):
+        return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
+    expression = _expression(read, node)
+    return Gated(hidden, expression) if expression is not None else None
+
+
+def _expression(read: Reader, node: Node) -> Expression:
+    if node.target in _UNARY:
+        name = _UNARY[node.target]
+        if name == "gelu" and node.kwargs.get("approximate", "none") == "tanh":
+            name = "gelu_tanh"
+        return (name, _operand(read, node.args[0]))
+    if node.target in _BINARY and node.kwargs.get("alpha", 1) == 1:
+        operands = (_operand(read, node.args[0]), _operand(read, node.args[1]))
+        return (_BINARY[node.target], *operands) if None not in operands else None
+    if node.target is aten.clamp.default:
+        low, high = (*node.args[1:], None, None)[:2]
+        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+        return ("clamp", _operand(read, node.args[0]), read.number(low), read.number(high))
+    return None
+
+
+def _operand(read: Reader, arg: object) -> Expression:
+    value = read.value(arg)
+    return value.expression if isinstance(value, Gated) else read.number(arg)
+
+
+def _weight(read: Reader, node: Node) -> Value | str | None:
+    """expert output * routing weight of the row."""
+    values = [read.value(node.args[0]), read.value(node.args[1])]
+    rows = next((value for value in values if isinstance(value, ExpertOutput)), None)
+    weights = next((value for value in values if isinstance(value, PerChoice)), None)
+    if rows is None or weights is None:
+        return None
+    if rows.weights is not None:
+        return f"{read.describe(node)} multiplies a second routing weight in"
+    if not weights.column or not read.dtype(weights.of).is_floating_point:
+        return f"{read.describe(node)} must multiply each row by one floating-point weight"
+    if rows.order is not weights.order:
+        return f"{read.describe(node)} multiplies rows by weights that are in another row order"
+    return dataclasses.replace(rows, weights=weights.of)
+
+
+def _widen(read: Reader, node: Node) -> Value | str | None:
+    """A cast after the second linear: to a wider dtype, and back to the tokens' dtype once summed."""
+    value = read.value(node.args[0])
+    if isinstance(value, (Hidden, Gated, TokenRows)):
+        return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
+    if not isinstance(value, (ExpertOutput, ChoiceGrid, Combined)):
+        return None
+    before, after = read.dtype(node.args[0]), read.dtype(node)
+    output = value if isinstance(value, ExpertOutput) else value.output
+    final = isinstance(value, Combined) and after == read.dtype(output.hidden.rows.x)
+    if final or torch.promote_types(before, after) == after:
+        return value
+    return f"{read.describe(node)} rounds expert outputs to {after} before they are summed"
+
+
+def _grid(read: Reader, node: Node) -> Value | str | None:
+    """[R, D] -> [T, K, D]."""
+    rows = read.value(node.args[0])
+    if not isinstance(rows, ExpertOutput) or rows.unit_axis is not None or read.dim(node) != 3:
+        return None
+    if rows.order is not None:
+        return f"{read.describe(node)} groups rows by token while they are still sorted by expert"
+    if rows.weights is None:
+        return f"{read.describe(node)} groups rows by token before the routing weight is multiplied in"
+    _, width = read.shape(node.args[0])
+    tokens, choices = read.shape(rows.weights)
+    if not read.same_sizes(read.shape(node), (tokens, choices, width)):
+        return f"{read.describe(node)} must group rows as [tokens, choices, width], got {list(read.shape(node))}"
+    return ChoiceGrid(rows)
+
+
+def _combine(read: Reader, node: Node) -> Value | str | None:
+    grid = read.value(node.args[0])
+    if not isinstance(grid, ChoiceGrid):
+        return None
+    axes = [read.axis(node.args[0], axis) for axis in node.args[1] or ()]
+    keepdim = len(node.args) > 2 and node.args[2]
+    if axes != [1] or keepdim:
+        return f"{read.describe(node)} must sum over the choices alone, got axes {axes}, keepdim={bool(keepdim)}"
+    if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) != read.dtype(node):
+        return f"{read.describe(node)} rounds expert outputs to {read.dtype(node)} before they are summed"
+    return Combined(grid.output)
+
+
+def _unit_axis(read: Reader, node: Node) -> Value | None:
+    """unsqueeze of rows to one-row matrices, for batched products."""
+    value = read.value(node.args[0])
+    axis = node.args[1] % read.dim(node) if isinstance(node.args[1], int) else None
+    if isinstance(value, (TokenRows, Gated)) and value.unit_axis is None and axis in (1, 2):
+        return dataclasses.replace(value, unit_axis=axis)
+    return None
+
+
+def _no_unit_axis(read: Reader, node: Node) -> Value | None:
+    value = read.value(node.args[0])
+    if isinstance(value, (Hidden, ExpertOutput)) and value.unit_axis is not None:
+        if read.axis(node.args[0], node.args[1]) == value.unit_axis:
+            return dataclasses.replace(value, unit_axis=None)
+    return None
+
+
+EXPERTS = Spelling(
+    name="experts",
+    part="inside an expert",
+    chain="gather of token rows, + bias[expert], halves, elementwise gate, * weight, view [T, K, D], sum over K",
+    rules=(
+        Rule("gather rows", (aten.index.Tensor,), _gather),
+        Rule("repeat tokens", (aten.repeat_interleave.self_int,), _repeat_tokens),
+        Rule("expert bias", (aten.add.Tensor,), _bias),
+        Rule("halves", (aten.chunk.default, aten.split.Tensor), _halve),
+        Rule("half of a pair", (operator.getitem,), _half),
+        Rule("half by slice", (aten.slice.Tensor,), _half_by_slice),
+        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.clamp.default), _elementwise),
+        Rule("routing weight", (aten.mul.Tensor,), _weight),
+        Rule("cast of outputs", (aten.to.dtype, aten._to_copy.default), _widen),
+        Rule("rows by token", (aten.view.default, aten.reshape.default), _grid),
+        Rule("sum over choices", (aten.sum.dim_IntList,), _combine),
+        Rule("one-row matrices", (aten.unsqueeze.default,), _unit_axis),
+        Rule("rows again", (aten.squeeze.dim,), _no_unit_axis),
+    ),
+    source="transformers grouped_mm and batched_mm experts",
+)

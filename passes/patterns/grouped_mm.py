@@ -1,0 +1,90 @@
+"""Experts as grouped GEMMs over rows sorted by expert: transformers' ``grouped_mm``, ``torch._grouped_mm``."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from ..interpret import Reader, aten
+from ..rule import Rule, Spelling
+from ..values import (
+    ExpertEnds,
+    ExpertLinear,
+    ExpertOutput,
+    Gated,
+    Hidden,
+    PerChoice,
+    SwappedMatrix,
+    TokenRows,
+    Value,
+)
+
+
+def _swap(read: Reader, node: Node) -> Value | None:
+    """The transpose of a stacked weight's two last axes."""
+    source = node.args[0]
+    if not isinstance(source, Node) or read.dim(source) != 3 or read.value(source) is not None:
+        return None
+    if {read.axis(source, axis) for axis in node.args[1:3]} == {1, 2}:
+        return SwappedMatrix(read.root(source))
+    return None
+
+
+def _grouped_product(read: Reader, node: Node) -> Value | str | None:
+    """One grouped GEMM: the first expert linear on token rows, or the second on gated rows."""
+    rows_node, matrix_node, ends_node = node.args[:3] if len(node.args) >= 3 else (*node.args, None)[:3]
+    rows, ends = read.value(rows_node), read.value(ends_node)
+    if not isinstance(matrix_node, Node) or read.dim(matrix_node) != 3:
+        return f"{read.describe(node)} must have one [E, K, N] matrix per expert"
+    if not isinstance(rows, (TokenRows, Gated)):
+        if isinstance(rows, Hidden):
+            return f"there is no gate between the two expert linears at {read.describe(node)}"
+        return f"the rows of {read.describe(node)} are not tokens gathered in the order of their sorted expert ids"
+    if not isinstance(ends, ExpertEnds):
+        return f"the group offsets of {read.describe(node)} are not the cumulative counts of the expert ids"
+    order = rows.order if isinstance(rows, TokenRows) else rows.hidden.rows.order
+    if order is None or not read.same_tensor(_ids_of(read, order), ends.ids):
+        return f"the group offsets of {read.describe(node)} count other ids than those that its rows are sorted by"
+    swapped = read.value(matrix_node)
+    if isinstance(swapped, SwappedMatrix):
+        linear = ExpertLinear(swapped.of, "out_in")
+    else:
+        linear = ExpertLinear(read.root(matrix_node), "in_out")
+    if read.shape(linear.weight)[0] != ends.num_experts:
+        return (
+            f"{read.describe(node)} has {read.shape(linear.weight)[0]} expert matrices "
+            f"for counts of {ends.num_experts} experts"
+        )
+    if node.kwargs.get("bias") is not None or node.kwargs.get("out_dtype") not in (None, read.dtype(rows_node)):
+        return f"{read.describe(node)} has a bias or an output dtype of its own"
+    if isinstance(rows, TokenRows):
+        return Hidden(rows, ends.ids, linear)
+    return ExpertOutput(rows.hidden, rows.expression, linear, order)
+
+
+def _ids_of(read: Reader, order: Node) -> Node:
+    flat = read.value(order.args[0])
+    assert isinstance(flat, PerChoice), "a sort is an order only where it sorts flat ids"
+    return flat.of
+
+
+def _grouped_targets() -> tuple[torch._ops.OpOverload, ...]:
+    """The grouped GEMMs that exist here; transformers registers its own when it is imported."""
+    targets = [aten._grouped_mm.default]
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if fallback is not None:
+        targets.append(fallback.default)
+    return tuple(targets)
+
+
+def grouped_mm() -> Spelling:
+    return Spelling(
+        name="grouped_mm",
+        part="expert linears",
+        chain="x[perm // K], _grouped_mm, gate, _grouped_mm, * weight[perm], [inverse], view [T, K, D], sum",
+        rules=(
+            Rule("swapped weight", (aten.transpose.int, aten.permute.default, aten.mT.default), _swap),
+            Rule("grouped GEMM", _grouped_targets(), _grouped_product),
+        ),
+        source='transformers experts_implementation="grouped_mm"; torch._grouped_mm; torch.nn.functional.grouped_mm',
+    )

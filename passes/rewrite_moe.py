@@ -1,0 +1,70 @@
+"""How does a planned match become one node? Stage 4: edits Dynamo's graph, and nothing else."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from ..facts import MoEMatch, MoEPlan
+
+
+def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = False) -> Node:
+    """Puts one perseus node in the place of ``match`` and erases what nobody reads any more.
+
+    What other nodes still read (ids, weights, counts, sizes) stays. ``check_ids``: the op checks the range of given
+    expert ids at run time. Returns the new node.
+    """
+    target, args, kwargs = op_call(match, plan)
+    if check_ids and plan.op == "experts":
+        kwargs["check_ids"] = True
+    output = match.output
+    with graph.inserting_before(output):
+        node = graph.call_function(target, args, kwargs)
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "example_value"):
+        if key in output.meta:
+            node.meta[key] = output.meta[key]
+    output.replace_all_uses_with(node)
+    region = match.region | (match.router.region if match.router else frozenset())
+    _erase_unread(graph, region)
+    return node
+
+
+def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | None, ...], dict[str, object]]:
+    """The op, and its arguments as nodes of Dynamo's graph."""
+    experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+    if plan.op == "experts":
+        target = torch.ops.perseus.experts.default
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), match.spec.as_kwargs()
+    router = match.router
+    assert router is not None, "a plan for perseus::moe needs a matched router"
+    args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
+    return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
+
+
+def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
+    """Erases the nodes of ``region`` that nobody reads, last first.
+
+    An in-place write is kept only where somebody still reads what it writes to.
+    """
+    for node in sorted(region, reverse=True):
+        if node.op not in ("call_function", "call_method") or node.users:
+            continue
+        written = _written(node)
+        if written is None or (written in region and set(written.users) == {node}):
+            graph.erase_node(node)
+
+
+def _written(node: Node) -> Node | None:
+    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
+    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
+    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
+)

@@ -1,0 +1,28 @@
+"""perseus_compile: a torch.compile backend that rewrites Mixture-of-Experts layers into one call each."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from . import ops  # noqa: F401  (registers torch.ops.perseus)
+from .backend import compile, perseus
+from .errors import OptionError, PerseusError, UnsupportedMoE, VerificationError
+from .explain import explain
+from .options import Options
+from .prepare import prepare
+
+try:
+    __version__ = version("perseus_compile")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "OptionError",
+    "Options",
+    "PerseusError",
+    "UnsupportedMoE",
+    "VerificationError",
+    "__version__",
+    "compile",
+    "explain",
+    "perseus",
+    "prepare",
+]

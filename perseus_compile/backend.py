@@ -1,0 +1,177 @@
+"""What does torch.compile call? The backend "perseus": chains the stages and hands the rewritten graph to the inner compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from . import observe, verify
+from .capture import CaptureError, aten_view
+from .errors import OptionError, UnsupportedMoE
+from .facts import MoEMatch, MoEPlan, Refusal
+from .options import Options
+from .passes.match_moe import find_moe_layers
+from .passes.rewrite_moe import rewrite
+from .plan import plan
+
+log = logging.getLogger(__name__)
+
+
+def perseus(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The torch.compile backend: rewrites every MoE layer of ``gm`` and compiles the rest with the inner compiler.
+
+    Args:
+        gm: Dynamo's graph; it is edited in place.
+        example_inputs: as torch.compile passes them.
+        mode: torch.compile's ``mode``; the same as ``options={"mode": ...}``.
+        options: see ``perseus_compile.Options``.
+
+    Raises:
+        OptionError: an unknown option or a value that it does not allow.
+        UnsupportedMoE: a MoE layer was refused under ``on_unsupported="error"``.
+        VerificationError: a rewrite changed numbers under ``verify=True``.
+    """
+    chosen = Options.from_mapping({**(options or {}), **({"mode": mode} if mode else {})})
+    inner = inner_compiler(chosen)
+    report = observe.GraphReport(index=observe.next_graph_index())
+    observe.trace_graph("perseus_before", gm)
+    rewrite_graph(gm, chosen, report)
+    observe.trace_graph("perseus_after", gm)
+    if chosen.on_unsupported == "error" and report.refusals:
+        observe.publish(report)
+        raise UnsupportedMoE(_all_refusals(report.refusals))
+    with report.timed("inner"):
+        compiled = inner(gm, example_inputs)
+    observe.publish(report)
+    return compiled
+
+
+def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
+    """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators."""
+    for child in gm.children():
+        # Activation checkpointing and other higher-order operators hold their bodies as graph modules.
+        if isinstance(child, GraphModule):
+            rewrite_graph(child, options, report)
+    try:
+        with report.timed("capture"):
+            view = aten_view(gm)
+    except CaptureError as error:
+        log.debug("graph %d is not viewed: %s", report.index, error)
+        if error.is_failure:
+            report.refusals.append(Refusal(layer="(graph)", stage="capture", reason=str(error), node=""))
+        return
+    with report.timed("match"):
+        found = find_moe_layers(view)
+    for result in found:
+        with report.timed("plan"):
+            decision = plan(result) if isinstance(result, MoEMatch) else result
+        if isinstance(decision, Refusal):
+            report.refusals.append(decision)
+        else:
+            assert isinstance(result, MoEMatch)
+            _apply(gm, result, decision, options, report)
+    if report.layers:
+        gm.graph.lint()
+        gm.recompile()
+
+
+def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options, report: observe.GraphReport) -> None:
+    if options.verify:
+        with report.timed("verify"):
+            verify.check_rewrite(gm, match, decision)
+    with report.timed("rewrite"):
+        before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
+        rewrite(gm.graph, match, decision, check_ids=options.debug)
+        diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
+    report.layers.append(
+        observe.LayerReport(
+            layer=match.layer,
+            spelling=match.spelling,
+            op=decision.op,
+            nodes_before=before,
+            nodes_after=len(gm.graph.nodes),
+            why=decision.why,
+            graph_diff=diff,
+        )
+    )
+
+
+def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """The compiler that ``options.inner`` names.
+
+    Raises:
+        OptionError: no backend of that name is registered with torch.compile.
+    """
+    if options.inner == "inductor":
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = list_mode_options(options.mode) if options.mode else None
+        return functools.partial(compile_fx, config_patches=patches)
+    registered = torch._dynamo.list_backends(exclude_tags=())
+    if options.inner not in registered:
+        raise OptionError(
+            f"option 'inner' must name a backend registered with torch.compile ({', '.join(registered)}), "
+            f"got {options.inner!r}; import the package that registers it first"
+        )
+    return torch._dynamo.lookup_backend(options.inner)
+
+
+def compile(fn: Any, **options: Any) -> Any:
+    """Compiles ``fn`` with the backend "perseus" and the Dynamo settings that hand-written MoE code needs.
+
+    Data-dependent sizes and scalars are captured (``capture_scalar_outputs``, ``capture_dynamic_output_shape_ops``)
+    around every call; a backend alone cannot set them.
+
+    Args:
+        fn: a function, or a module; a module is compiled in place, so that its other methods (``generate``) use the
+            compiled forward, and is returned.
+        options: fields of ``perseus_compile.Options``.
+
+    Raises:
+        OptionError: an unknown option or a value that it does not allow.
+    """
+    chosen = Options.from_mapping(options)
+    inner_compiler(chosen)
+    backend_options = {name: value for name, value in options.items() if name != "dynamic"}
+    settings: dict[str, Any] = {"backend": perseus, "dynamic": chosen.dynamic, "options": backend_options}
+    if isinstance(fn, torch.nn.Module):
+        fn.compile(**settings)
+        fn._compiled_call_impl = _with_capture_settings(fn._compiled_call_impl)
+        return fn
+    return functools.wraps(fn)(_with_capture_settings(torch.compile(fn, **settings)))
+
+
+def _with_capture_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _capture_settings():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _capture_settings() -> Iterator[None]:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+def _all_refusals(refusals: Sequence[Refusal]) -> str:
+    lines = [f"{refusal.layer}: {refusal.reason}" for refusal in refusals]
+    return (
+        f"option on_unsupported='error' wants every MoE layer rewritten, {len(lines)} kept their own code:\n  "
+        + "\n  ".join(lines)
+        + "\nchange the layers, or set on_unsupported='keep'"
+    )

@@ -1,0 +1,148 @@
+"""What does this machine have, and what does each missing piece cost? Only looks; installs and changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One piece that perseus_compile can make use of."""
+
+    name: str
+    found: bool
+    required: bool  # perseus_compile does nothing without it
+    detail: str  # version, place or number
+    cost: str  # what is lost where it is missing, in words; empty where it was found
+
+
+def diagnose() -> list[Finding]:
+    return [
+        _torch(),
+        _backend_name(),
+        _host_extension(),
+        _compiler(),
+        _transformers(),
+        _gpu(),
+        _nvlink(),
+        _nvrtc(),
+        _nvshmem(),
+    ]
+
+
+def _finding(name: str, detail: str | None, cost: str, *, required: bool = False) -> Finding:
+    """``detail`` is None where the piece was not found."""
+    found = detail is not None
+    return Finding(name=name, found=found, required=required, detail=detail or "-", cost="" if found else cost)
+
+
+def _torch() -> Finding:
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return _finding("torch", f"{torch.__version__}, {build}, Python {platform.python_version()}", "", required=True)
+
+
+def _backend_name() -> Finding:
+    """Asks the entry points of the installed packages, as torch.compile does."""
+    entries = importlib.metadata.entry_points(group="torch_dynamo_backends", name="perseus")
+    return _finding(
+        'backend "perseus"',
+        next((f"entry point {entry.value}" for entry in entries), None),
+        'torch.compile(backend="perseus") does not know the name: install with pip install -e .',
+        required=True,
+    )
+
+
+def _host_extension() -> Finding:
+    spec = importlib.util.find_spec("perseus_compile._C")
+    return _finding(
+        "host extension _C",
+        os.path.basename(spec.origin) if spec is not None and spec.origin else None,
+        "host-side schedules cannot be built: install g++, then pip install -e .",
+        required=True,
+    )
+
+
+def _compiler() -> Finding:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return _finding(
+        "C++ compiler",
+        _first_line([compiler, "--version"]) if compiler else None,
+        'Inductor cannot generate CPU code and _C cannot be built; options={"inner": "eager"} still works',
+    )
+
+
+def _transformers() -> Finding:
+    return _finding(
+        "transformers",
+        _version("transformers"),
+        "perseus demo, explain, diff and bench compile build Hugging Face models: pip install 'perseus_compile[hf]'",
+    )
+
+
+def _gpu() -> Finding:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return _finding("NVIDIA GPU", counts or None, "everything runs on the CPU, with the same results")
+
+
+def _nvlink() -> Finding:
+    num_gpus = torch.cuda.device_count()
+    pairs = [
+        f"{one}-{other}"
+        for one, other in itertools.combinations(range(num_gpus), 2)
+        if torch.cuda.can_device_access_peer(one, other)
+    ]
+    links = shutil.which("nvidia-smi") and " NV" in _output(["nvidia-smi", "topo", "-m"])
+    return _finding(
+        "NVLink",
+        f"peer access between GPUs {', '.join(pairs)}" if pairs and links else None,
+        "nothing in this version: layers do not span GPUs yet",
+    )
+
+
+def _nvrtc() -> Finding:
+    return _finding(
+        "NVRTC",
+        _nvidia_library("libnvrtc.so*"),
+        "nothing in this version: it has no GPU kernels that would be compiled at run time yet",
+    )
+
+
+def _nvshmem() -> Finding:
+    return _finding(
+        "NVSHMEM",
+        _nvidia_library("libnvshmem_host.so*"),
+        "nothing in this version: layers do not span machines yet",
+    )
+
+
+def _nvidia_library(pattern: str) -> str | None:
+    """A library of the NVIDIA wheels that a CUDA build of torch installs beside itself."""
+    site_packages = Path(torch.__file__).parents[1]
+    found = sorted(site_packages.glob(f"nvidia/**/{pattern}"))
+    return str(found[0].relative_to(site_packages)) if found else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str:
+    return _output(command).partition("\n")[0]
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,24 @@
+"""Which errors does perseus_compile raise? A leaf module: it imports nothing of the package.
+
+A message says what must hold, what came and what to do. User mistakes raise one of these; our own broken
+invariants are asserts.
+"""
+
+from __future__ import annotations
+
+
+class PerseusError(Exception):
+    """Base of every error that perseus_compile raises on purpose."""
+
+
+class OptionError(PerseusError, ValueError):
+    """An option that does not exist, or a value that it does not allow."""
+
+
+class UnsupportedMoE(PerseusError, ValueError):
+    """A MoE call or layer that perseus_compile does not cover: shapes, dtypes, routing, or a refused rewrite
+    under ``on_unsupported="error"``."""
+
+
+class VerificationError(PerseusError, RuntimeError):
+    """A rewrite whose numbers differ from the region that it replaces, found under ``verify=True``."""

@@ -1,0 +1,188 @@
+"""What would ``backend="perseus"`` do with this model? Runs it once and reports; the model is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from perseus_compile import observe, report_table
+from perseus_compile.backend import perseus
+from perseus_compile.graph_breaks import RecordedBreak, fresh_dynamo, layers_around, record_graph_breaks
+from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
+
+# Under these settings Dynamo also captures ops whose output shape depends on values; perseus_compile.compile sets them.
+_CAPTURE_SETTINGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+
+PREPARE = "before compiling: perseus_compile.prepare(model)"
+COMPILE = "instead of torch.compile: perseus_compile.compile(model)"
+REWRITE_LOOP = (
+    "no setting captures this line: loop over all experts, `for e in range(num_experts)`, instead of those that were "
+    "hit, then perseus_compile.compile(model)"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainedLayer:
+    """One MoE layer of one captured graph."""
+
+    graph: int
+    layer: str
+    status: Literal["rewritten", "refused"]
+    op: str | None  # the perseus op that replaces the layer
+    spelling: str | None
+    reason: str  # why this op; or why the layer keeps its own code
+    nodes_before: int | None
+    nodes_after: int | None
+    graph_diff: str  # the lines of the graph that the rewrite changed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainedBreak:
+    """A place where the graph ends. A MoE layer that a break cuts in two cannot be rewritten."""
+
+    location: str  # file:line of the user's program
+    reason: str
+    moe_layers: tuple[str, ...]  # module paths of the MoE layers whose code the place belongs to
+    advice: str | None  # the line to add, for breaks inside MoE layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What ``explain`` found. ``str(report)`` is a table; rich prints it in colour."""
+
+    layers: tuple[ExplainedLayer, ...]
+    graph_breaks: tuple[ExplainedBreak, ...]
+    num_graphs: int
+    num_moe_modules: int  # modules that own experts, found by their structure
+
+    def __rich__(self) -> RenderableType:
+        return report_table.render(self)
+
+    def __str__(self) -> str:
+        return report_table.as_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Runs ``model(*args, **kwargs)`` compiled with perseus and reports what became of its MoE layers.
+
+    Graphs run uncompiled after the rewrite (inner compiler "eager"), so it takes seconds. If a MoE layer holds a
+    graph break, the model runs a second time to see which line cures it.
+
+    NOTE: it starts and ends with ``torch._dynamo.reset()``, as ``torch._dynamo.explain`` does, so functions that this
+    process has compiled are compiled again at their next call. Without it, a frame that Dynamo gave up on before
+    would show no break, and one it gives up on here would stay in Python after ``prepare(model)``.
+    """
+    modules = find_moe_modules(model) if isinstance(model, nn.Module) else []
+    graphs, breaks = _observe(model, args, kwargs)
+    around = [layers_around(record.stack, modules) for record in breaks]
+    remaining = {record.stack[-1] for record in breaks}
+    if any(layers and not _can_prepare(model, layers) for layers in around):
+        # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
+        with contextlib.suppress(Exception), torch._dynamo.config.patch(_CAPTURE_SETTINGS):
+            remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
+    return Report(
+        layers=tuple(_explained_layers(graphs)),
+        graph_breaks=tuple(
+            _explained_break(record, layers, _advice(model, layers, record.stack[-1] in remaining))
+            for record, layers in zip(breaks, around, strict=True)
+        ),
+        num_graphs=len(graphs),
+        num_moe_modules=len(modules),
+    )
+
+
+def _observe(
+    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[observe.GraphReport], list[RecordedBreak]]:
+    with (
+        _uncompiled(model) as original,
+        fresh_dynamo(),
+        record_graph_breaks() as breaks,
+        observe.collect() as graphs,
+    ):
+        torch.compile(original, backend=perseus, options={"inner": "eager"})(*args, **kwargs)
+        return list(graphs), breaks()
+
+
+@contextlib.contextmanager
+def _uncompiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The model as it was before ``torch.compile(model)`` or ``model.compile()``; those come back at the end."""
+    original = model._orig_mod if isinstance(model, OptimizedModule) else model
+    modules = list(original.modules()) if isinstance(original, nn.Module) else []
+    compiled = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield original
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def _explained_layers(graphs: list[observe.GraphReport]) -> Iterator[ExplainedLayer]:
+    for index, graph in enumerate(graphs):
+        for layer in graph.layers:
+            yield ExplainedLayer(
+                graph=index,
+                layer=layer.layer,
+                status="rewritten",
+                op=layer.op,
+                spelling=layer.spelling,
+                reason=layer.why,
+                nodes_before=layer.nodes_before,
+                nodes_after=layer.nodes_after,
+                graph_diff=layer.graph_diff,
+            )
+        for refusal in graph.refusals:
+            yield ExplainedLayer(
+                graph=index,
+                layer=refusal.layer,
+                status="refused",
+                op=None,
+                spelling=None,
+                reason=refusal.reason,
+                nodes_before=None,
+                nodes_after=None,
+                graph_diff="",
+            )
+
+
+def _explained_break(record: RecordedBreak, layers: list[MoEModule], advice: str | None) -> ExplainedBreak:
+    return ExplainedBreak(
+        location=str(record.stack[-1]),
+        reason=_first_sentence(record.reason),
+        moe_layers=tuple(layer.path for layer in layers),
+        advice=advice,
+    )
+
+
+def _advice(model: Callable[..., Any], layers: list[MoEModule], breaks_under_capture_settings: bool) -> str | None:
+    if not layers:
+        return None
+    if _can_prepare(model, layers):
+        return PREPARE
+    return REWRITE_LOOP if breaks_under_capture_settings else COMPILE
+
+
+def _can_prepare(model: Callable[..., Any], layers: list[MoEModule]) -> bool:
+    return hasattr(model, "set_experts_implementation") and any(switchable(layer) for layer in layers)
+
+
+def _first_sentence(reason: str) -> str:
+    """Dynamo's reasons run over many lines; the first is the kind of break, the second explains it."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return ": ".join(line.removeprefix("Explanation: ") for line in lines[:2])

@@ -1,0 +1,131 @@
+"""Which records flow between the stages? Frozen and printable; a leaf module that imports nothing of the package.
+
+capture -> match -> ``MoEMatch`` | ``Refusal`` -> plan -> ``MoEPlan`` -> rewrite -> (inner compiler) -> lower -> ``KernelSpec``.
+
+Axes in tensor names: T tokens, K choices per token, E experts, D model width, F expert width, N output features of
+a linear map, R routed rows (T*K).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+Routing = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
+WeightLayout = Literal["out_in", "in_out"]
+GateLayout = Literal["concatenated", "interleaved"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+WeightOn = Literal["output", "input"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingSpec:
+    """How scores become (weights, expert ids): the numbers of ``perseus::moe`` that belong to the router.
+
+    ``softmax_topk``: softmax over all experts, then top-k. ``topk_softmax``: top-k of the logits, then softmax over the
+    chosen. ``sigmoid_topk``: sigmoid; the choice is made on score + correction bias, inside the best groups; the weight
+    is the score without the bias.
+    """
+
+    routing: Routing
+    top_k: int
+    renormalize: bool = False  # divide the chosen scores by their sum (+ renormalize_eps)
+    renormalize_eps: float = 0.0
+    routing_scale: float = 1.0  # multiplies the weights after renormalising
+    num_groups: int = 1  # experts form this many equal groups
+    topk_groups: int = 1  # only the best so many groups (by the sum of their two best scores) may be chosen from
+    router_dtype: torch.dtype  # x and router weight are cast to it before the logits are computed
+    score_dtype: torch.dtype  # softmax or sigmoid is computed and returned in it
+    weights_dtype: torch.dtype  # the weights are rounded to it once, after renormalising and before scaling
+
+    def as_kwargs(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """What the experts compute: the numbers of ``perseus::experts`` that are not tensors."""
+
+    weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: gate_up [E, D, 2F], down [E, F, D]
+    gate_layout: GateLayout  # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...
+    activation: Activation
+    activation_params: tuple[float, ...] = ()  # clamped_swiglu: (alpha, limit); the others: ()
+    weight_on: WeightOn = "output"  # the routing weight multiplies an expert's output, or its input row
+    num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
+    expert_offset: int = 0  # id of the first expert whose weights are passed
+
+    def as_kwargs(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**values, "activation_params": list(self.activation_params)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterMatch:
+    """The router part of a MoE layer, as nodes of Dynamo's graph. ``x_TD`` holds the same numbers as the experts' x."""
+
+    x_TD: Node
+    weight_ED: Node
+    bias_E: Node | None
+    correction_bias_E: Node | None
+    spec: RoutingSpec
+    region: frozenset[Node]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEMatch:
+    """One MoE layer found in a graph, as nodes of Dynamo's graph.
+
+    ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``symbols`` are numbers that
+    Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    """
+
+    layer: str  # dotted module path for messages only; never used to decide
+    spelling: str
+    x_TD: Node
+    ids_TK: Node
+    weights_TK: Node
+    gate_up: Node
+    gate_up_bias: Node | None
+    down: Node
+    down_bias: Node | None
+    spec: ExpertsSpec
+    output: Node
+    region: frozenset[Node]
+    router: RouterMatch | None
+    router_reason: str | None
+    symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A place that looked like a MoE layer and keeps its own code, and the sentence that says why."""
+
+    layer: str
+    stage: Literal["capture", "match", "plan", "verify"]
+    reason: str
+    node: str  # name of the node in Dynamo's graph at which the stage stopped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEPlan:
+    """What the rewriter does with a match: which op, on which device."""
+
+    op: Literal["experts", "moe"]
+    device: str
+    dtype: torch.dtype
+    why: str  # one clause for explain()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """How one ``perseus::experts`` call runs: everything that is known without looking at the token count."""
+
+    device: Literal["cpu"]
+    dtype: torch.dtype  # of x, the expert weights and biases, and of every GEMM
+    combine_dtype: torch.dtype  # the weighted sum over the chosen experts is made in it
+    num_local_experts: int  # experts whose weights are passed
+    expert_width: int  # F
+    experts: ExpertsSpec

@@ -1,0 +1,151 @@
+"""What did each compile do? Reports, counters, logs, structured traces and graph diffs; changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import logging
+import re
+import time
+from collections.abc import Iterator
+
+import torch
+from torch._dynamo.utils import counters
+from torch._logging import trace_structured
+from torch.fx import Graph
+
+from .facts import Refusal
+
+log = logging.getLogger("perseus_compile")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """One rewritten MoE layer.
+
+    Attributes:
+        layer: dotted module path.
+        spelling: how its code spells the experts.
+        op: the op that it became, "moe" or "experts".
+        nodes_before, nodes_after: nodes of Dynamo's graph around this rewrite.
+        why: one clause on the choice of op.
+        graph_diff: lines of the graph that this rewrite changed.
+    """
+
+    layer: str
+    spelling: str
+    op: str
+    nodes_before: int
+    nodes_after: int
+    why: str
+    graph_diff: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class GraphReport:
+    """What perseus did to one graph from Dynamo.
+
+    Attributes:
+        index: 0 for the first graph of this process.
+        layers, refusals: in graph order.
+        seconds: wall-clock seconds by stage, "capture" to "rewrite", and "inner" for the inner compiler.
+    """
+
+    index: int
+    layers: list[LayerReport] = dataclasses.field(default_factory=list)
+    refusals: list[Refusal] = dataclasses.field(default_factory=list)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def graph_diff(self) -> str:
+        return "\n".join(layer.graph_diff for layer in self.layers)
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+_collectors: contextvars.ContextVar[tuple[list[GraphReport], ...]] = contextvars.ContextVar("collectors", default=())
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[GraphReport]]:
+    """Collects the reports of all graphs compiled inside the block, in order."""
+    reports: list[GraphReport] = []
+    token = _collectors.set((*_collectors.get(), reports))
+    try:
+        yield reports
+    finally:
+        _collectors.reset(token)
+
+
+def publish(report: GraphReport) -> None:
+    """Hands a finished report to counters, log, structured trace and collectors."""
+    counts = counters["perseus"]
+    counts["graphs"] += 1
+    counts["rewrites"] += len(report.layers)
+    counts["refusals"] += len(report.refusals)
+    for layer in report.layers:
+        change = layer.nodes_after - layer.nodes_before
+        log.info("%s: rewritten to perseus::%s (%s); nodes: %d -> %d (%d)", layer.layer, layer.op, layer.why,
+                 layer.nodes_before, layer.nodes_after, change)  # fmt: skip
+        log.debug("%s:\n%s", layer.layer, layer.graph_diff)
+    for refusal in report.refusals:
+        log.info("%s: not rewritten (%s): %s", refusal.layer, refusal.stage, refusal.reason)
+    log.debug("graph %d: seconds by stage: %s", report.index, report.seconds)
+    for reports in _collectors.get():
+        reports.append(report)
+
+
+def next_graph_index() -> int:
+    return counters["perseus"]["graphs"]
+
+
+def trace_graph(name: str, gm: torch.fx.GraphModule) -> None:
+    """Writes a graph to torch's structured trace (``TORCH_TRACE``), where tlparse shows it."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(print_output=False, include_stride=True, include_device=True),
+    )
+
+
+def graph_lines(graph: Graph) -> list[str]:
+    """One line per node: what ``graph_diff`` compares."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        value = node.meta.get("example_value")
+        shape = f"  # {_kind(value)}" if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{_short(str(node.format_node()))}{shape}")
+    return lines
+
+
+def graph_diff(before: list[str], after: list[str]) -> str:
+    """The lines that differ, with ``-`` and ``+``; nothing of what stayed."""
+    diff = difflib.unified_diff(before, after, lineterm="", n=0)
+    return "\n".join(line for line in diff if not line.startswith(("---", "+++", "@@")))
+
+
+_DTYPES = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "b8",
+}  # fmt: skip
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{_DTYPES.get(value.dtype, value.dtype)}[{', '.join(map(str, value.shape))}]"
+
+
+def _short(line: str) -> str:
+    """``format_node`` without the parts that say nothing here: user counts, long parameter paths."""
+    line = re.sub(r" : (\[[^]]*\] )?\[num_users=\d+\]", "", line)
+    line = re.sub(r"%l_(?:self|kwargs|args)\w*?_modules_(\w+?)_parameters_(\w+?)_?\b", r"%\1.\2", line)
+    return line.replace("[target=", "[").replace(", kwargs = {}", "")

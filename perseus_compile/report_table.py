@@ -1,0 +1,75 @@
+"""How does a report look on a terminal? Presentation only."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from perseus_compile.explain import ExplainedBreak, ExplainedLayer, Report
+
+# Wide enough for the paths and reasons of real models where the output is not a terminal.
+_PLAIN_WIDTH = 160
+_SHOWN_PATHS = 2
+
+
+def render(report: Report) -> RenderableType:
+    parts: list[RenderableType] = [_layer_table(report.layers)] if report.layers else []
+    if report.graph_breaks:
+        parts.append(_break_table(report.graph_breaks))
+    return Group(*parts, _summary(report))
+
+
+def as_text(report: Report) -> str:
+    """The tables without colour, for logs and files."""
+    text = io.StringIO()
+    Console(file=text, width=_PLAIN_WIDTH, color_system=None).print(render(report))
+    return text.getvalue().rstrip()
+
+
+def _layer_table(layers: tuple[ExplainedLayer, ...]) -> Table:
+    table = Table(title="MoE layers", title_justify="left")
+    for heading in ("layer", "graph", "status", "op", "spelling", "nodes", "reason"):
+        table.add_column(heading, overflow="fold")
+    for row in layers:
+        style = "green" if row.status == "rewritten" else "yellow"
+        nodes = f"{row.nodes_before} -> {row.nodes_after}" if row.nodes_before is not None else "-"
+        table.add_row(
+            row.layer,
+            str(row.graph),
+            Text(row.status, style=style),
+            row.op or "-",
+            row.spelling or "-",
+            nodes,
+            Text(row.reason),
+        )
+    return table
+
+
+def _break_table(breaks: tuple[ExplainedBreak, ...]) -> Table:
+    table = Table(title="Graph breaks", title_justify="left")
+    for heading in ("place", "in MoE layer", "reason", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for row in sorted(breaks, key=lambda row: not row.moe_layers):
+        table.add_row(row.location, _shortened(row.moe_layers), Text(row.reason), Text(row.advice or "-", style="bold"))
+    return table
+
+
+def _shortened(paths: tuple[str, ...]) -> str:
+    if not paths:
+        return "-"
+    more = len(paths) - _SHOWN_PATHS
+    return ", ".join(paths[:_SHOWN_PATHS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _summary(report: Report) -> str:
+    num_rewritten = sum(row.status == "rewritten" for row in report.layers)
+    num_breaks = len(report.graph_breaks)
+    return (
+        f"{num_rewritten} rewritten, {len(report.layers) - num_rewritten} refused, of {report.num_moe_modules} modules "
+        f"that own experts; {report.num_graphs} graphs, {num_breaks} graph breaks"
+    )

@@ -30,13 +30,15 @@ setup(
         "perseus_compile.passes": "passes",
     },
     ext_modules=[
-        # Host code only: a C++ compiler is enough, neither torch headers nor CUDA are used.
+        # Host code only: a C++ compiler is enough, neither torch headers nor CUDA are used. The OpenMP runtime is the one
+        # that torch has loaded already, under the same library name.
         Pybind11Extension(
             "perseus_compile._C",
             host_sources(),
             include_dirs=["csrc", "csrc/include"],
             cxx_std=20,
-            extra_compile_args=["-Wall", "-Wextra"],
+            extra_compile_args=["-O3", "-fopenmp", "-Wall", "-Wextra"],
+            extra_link_args=["-fopenmp"],
         )
     ],
 )

@@ -1,5 +1,6 @@
-"""Stages MATCH and REWRITE of perseus_compile: reads an ATen view, edits Dynamo's graph. Ships as ``perseus_compile.passes``.
+"""Stages MATCH and REWRITE of perseus_compile: reads an ATen view, edits Dynamo's graph.
 
+The folder ships as ``perseus_compile.passes``.
 ``perseus_compile.backend`` chains the stages; their order is written there.
 """
 

@@ -74,7 +74,14 @@ class Reader:
 
     def same_tensor(self, a: Node, b: Node) -> bool:
         """Whether both hold the same numbers in the same shape; reshapes on the way do not matter."""
-        return self._reshape_origin(a) is self._reshape_origin(b) and self.same_sizes(self.shape(a), self.shape(b))
+        return self._reshapes(a)[-1] is self._reshapes(b)[-1] and self.same_sizes(self.shape(a), self.shape(b))
+
+    def same_gradient(self, a: Node, b: Node) -> bool:
+        """Whether two reshapes of one tensor were made in one mode, so that gradients pass both or neither."""
+        if self.root(a) is self.root(b):
+            return True
+        steps = (*self._reshapes(a)[:-1], *self._reshapes(b)[:-1])
+        return len({self._view.state[self._view.origin[node]] for node in steps}) <= 1
 
     def same_sizes(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
         # statically_known_true adds no guard: a size that is only equal today does not match.
@@ -106,11 +113,12 @@ class Reader:
         origin = self._view.origin.get(node, node)
         return f"{node.target} ({origin.name})" if node.op == "call_function" else origin.name
 
-    def _reshape_origin(self, node: Node) -> Node:
-        node = self.root(node)
-        while node.target in _RESHAPES and isinstance(node.args[0], Node):
-            node = self.root(node.args[0])
-        return node
+    def _reshapes(self, node: Node) -> list[Node]:
+        """``node``, the tensor that it is a reshape of, and so on down to one that is no reshape."""
+        chain = [node]
+        while (chain[-1] in self._roots or chain[-1].target in _RESHAPES) and isinstance(chain[-1].args[0], Node):
+            chain.append(chain[-1].args[0])
+        return chain
 
     # -- written by interpret() only --
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..capture import AtenView
 from ..facts import ExpertsSpec, MoEMatch, Refusal
-from .interpret import Interpretation, interpret
+from .interpret import Interpretation, Reader, aten, interpret
 from .match_routing import RouterFound, find_router
 from .patterns import all_rules
 from .patterns.activations import recognize_gate
@@ -34,11 +34,16 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
             explained |= reached
             sinks = [sink for sink in reached if _is_sink(found, sink)]
             if len(sinks) == 1:
-                results.append(_match(found, sinks[0]))
+                result = _match(found, sinks[0])
             else:
-                results.append(_refuse(found, node, _why_lost(found, reached, sinks)))
+                result = _refuse(found, node, _why_lost(found, reached, sinks))
         elif node in found.sentences and node not in explained and _is_expert_product(found, node):
-            results.append(_refuse(found, node, found.sentences[node]))
+            result = _refuse(found, node, found.sentences[node])
+        else:
+            continue
+        results.append(result)
+        if isinstance(result, Refusal):
+            _explain_rest(found, node, explained)
     return results
 
 
@@ -52,14 +57,26 @@ def _is_expert_product(found: Interpretation, node: Node) -> bool:
     return "grouped_mm" in name or ("bmm" in name and not _reads(found, node, Hidden))
 
 
+def _explain_rest(found: Interpretation, node: Node, explained: set[Node]) -> None:
+    """Adds what follows ``node`` to ``explained``, up to the next expert product: one refusal per layer is enough."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            # A gather of rows is where another layer begins.
+            if user not in explained and user.target not in (aten.index.Tensor, aten.repeat_interleave.self_int):
+                explained.add(user)
+                if not _is_expert_product(found, user):
+                    pending.append(user)
+
+
 def _reached(found: Interpretation, head: Node) -> set[Node]:
-    """``head`` and every node whose meaning descends from it, with the first nodes beyond."""
+    """``head`` and every node whose meaning descends from it, up to the layer's sum or the first nodes beyond."""
     reached, pending = {head}, [head]
     while pending:
         for user in pending.pop().users:
             if user not in reached:
                 reached.add(user)
-                if isinstance(found.reader.value(user), _LAYER_VALUES):
+                if isinstance(found.reader.value(user), _LAYER_VALUES) and not _is_sink(found, user):
                     pending.append(user)
     return reached
 
@@ -89,6 +106,7 @@ def _why_lost(found: Interpretation, reached: set[Node], sinks: list[Node]) -> s
 
 def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     read, view = found.reader, found.view
+    sink = _past_repetitions(read, sink)
     combined = read.value(sink)
     assert isinstance(combined, Combined)
     output = combined.output
@@ -105,7 +123,7 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     if reason is not None:
         return _refuse(found, sink, reason)
     router = find_router(found, ids, weights, rows.x, region)
-    symbols = tuple(number.symbol for number in gate.parameters if number.symbol is not None)
+    symbols = tuple(number.symbol for number in gate.numbers if number.symbol is not None)
     return MoEMatch(
         layer=layer_name(view.origin[sink]),
         spelling="batched_mm" if rows.order is None else "grouped_mm",
@@ -129,6 +147,13 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
         router_reason=None if isinstance(router, RouterFound) else router,
         symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
     )
+
+
+def _past_repetitions(read: Reader, sink: Node) -> Node:
+    """The last node that only hands the sum on, such as a cast to the dtype that it has."""
+    while len(sink.users) == 1 and read.root(user := next(iter(sink.users))) is read.root(sink):
+        sink = user
+    return sink
 
 
 def _dynamo(view: AtenView, node: Node) -> Node:
@@ -174,6 +199,8 @@ def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], 
     if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
         return "its nodes run under different gradient modes"
     inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
+    # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
+    inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
     if write := interfering_write(view, region, inputs):

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from ..facts import RouterMatch, Routing, RoutingSpec
 from .interpret import Interpretation, Reader
-from .region import closure, outside_reader
+from .region import closure, interfering_write, outside_reader
 from .values import ChoiceScores, ChosenIds, ChosenScores, Logits, Scores
 
 
@@ -32,7 +32,9 @@ def find_router(
     chosen, chosen_ids = read.value(weights), read.value(ids)
     if not isinstance(chosen, ChosenScores):
         return _unknown_step(found, weights)
-    if not isinstance(chosen_ids, ChosenIds) or chosen_ids.topk != chosen.topk:
+    if not isinstance(chosen_ids, ChosenIds):
+        return _unknown_step(found, ids)
+    if chosen_ids.topk != chosen.topk:
         return "the routing weights and the expert ids come from two different choices"
     described = _describe(read, chosen)
     if isinstance(described, str):
@@ -40,6 +42,8 @@ def find_router(
     logits, bias, spec = described
     if not read.same_tensor(logits.x, x):
         return "the router reads another tensor than the experts"
+    if not read.same_gradient(logits.x, x):
+        return "the router's input was reshaped under another gradient mode than the experts' input"
     inputs = [node for node in (logits.x, logits.weight, logits.bias, bias) if node is not None]
     region = closure((weights, ids), inputs)
     private = [node for node in region if read.value(node) is not None]
@@ -48,6 +52,8 @@ def find_router(
     state = view.state[view.origin[max(experts_region)]]
     if any(view.state[view.origin[node]] != state for node in closure((weights,), [*inputs, ids])):
         return "the router runs under another gradient mode or autocast than the experts"
+    if write := interfering_write(view, region | experts_region, inputs):
+        return f"{read.describe(write)} writes in place to what the router reads before the experts have run"
     dynamo = {node: view.dynamo_value(node) for node in inputs}
     if None in dynamo.values():
         return "an input of the router exists only inside one of Dynamo's nodes"
@@ -102,9 +108,9 @@ def _spec(
     )
 
 
-def _unknown_step(found: Interpretation, weights: Node) -> str:
-    """The step at which the way from the logits to ``weights`` is lost, nearest to the weights first."""
-    node: Node | None = weights
+def _unknown_step(found: Interpretation, routing: Node) -> str:
+    """The step at which the way from the logits to ``routing``, weights or ids, is lost, nearest to its end first."""
+    node: Node | None = routing
     while node is not None and found.reader.value(node) is None:
         if node in found.sentences:
             return found.sentences[node]
@@ -112,4 +118,4 @@ def _unknown_step(found: Interpretation, weights: Node) -> str:
         if node.op != "call_function" or any(found.reader.value(source) is not None for source in before):
             return f"{found.reader.describe(node)} is not a known step of a router"
         node = before[0] if before else None
-    return "the routing weights do not come from a known router"
+    return "the routing weights and the expert ids do not come from a known router"

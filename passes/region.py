@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from ..capture import AtenView
-from .interpret import view_base
 
 
 def closure(outputs: Iterable[Node], inputs: Iterable[Node]) -> frozenset[Node]:
@@ -39,23 +40,42 @@ def outside_reader(nodes: Iterable[Node], region: frozenset[Node]) -> tuple[Node
 
 
 def interfering_write(view: AtenView, region: frozenset[Node], inputs: Iterable[Node]) -> Node | None:
-    """An in-place write to one of ``inputs`` (or what shares its storage) while ``region`` runs."""
-    storages = {_storage(node) for node in inputs}
-    first, last = min(region), max(region)
-    for node in view.graph.nodes:
-        if not first < node < last or node in region or not isinstance(node.target, OpOverload):
-            continue
-        for argument, arg in zip(node.target._schema.arguments, node.args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and isinstance(arg, Node) and _storage(arg) in storages:
-                return node
+    """A node outside ``region`` that writes in place, while ``region`` runs, to what it reads or computes."""
+    nodes = [*inputs, *region]
+    touched = frozenset().union(*(_storages(node) for node in nodes))
+    last = max(region)
+    node = min(region).next
+    while node is not last:
+        if node not in region and not touched.isdisjoint(_written_storages(view, node)):
+            return node
+        node = node.next
     return None
 
 
-def _storage(node: Node) -> Node:
-    while (base := view_base(node)) is not None:
-        node = base
-    return node
+def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
+    if node in view.opaque:
+        # What was not traced may write to whatever it reads.
+        read = frozenset(view.origin[node].all_input_nodes)
+        return frozenset().union(*(_storages(seen) for seen, made in view.results.items() if not read.isdisjoint(made)))
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return frozenset()
+    written: list[Any] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
+    return frozenset().union(*(_storages(arg) for arg in pytree.tree_leaves(written) if isinstance(arg, Node)))
+
+
+def _storages(node: Node) -> frozenset[int]:
+    """Identities of the storages under ``node``. Fake values share storage exactly where the real ones do."""
+    if node.op == "get_attr":  # a tensor that was not traced, such as x.data
+        return _storages_of(getattr(node.graph.owning_module, str(node.target), None))
+    return _storages_of(node.meta.get("val"))
+
+
+def _storages_of(value: object) -> frozenset[int]:
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided)
 
 
 def _carries_tensors(node: Node) -> bool:

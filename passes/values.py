@@ -4,7 +4,7 @@ A value is known exactly or not at all: a node without a meaning here stops the 
 of the ATen view. Axes: T tokens, K choices per token, R = T*K routed rows, E experts, D model width, F expert width.
 
 Row order: routed rows are either in choice order (row ``t*K + k``), written as ``order=None``, or permuted by one
-``aten.sort``/``aten.argsort`` of the flat expert ids, written as that node, so that two different sorts are never mixed.
+``aten.sort``/``aten.argsort`` of the flat expert ids, written as that node, so that two sorts are never mixed.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ class Combined:
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """[T, E]: a linear map of x [T, D], computed in ``dtype`` (x and weight are cast to it first), then cast to ``cast``."""
+    """[T, E]: a linear map of x [T, D], computed in ``dtype`` (x and weight are cast to it first).
+
+    ``cast``: the dtype that the logits are cast to afterwards.
+    """
 
     x: Node
     weight: Node
@@ -283,7 +286,8 @@ class ChosenSum:
 Value: TypeAlias = (
     "PerChoice | SortResult | Permutation | InversePermutation | RowToken | ExpertCounts | ExpertEnds | SwappedMatrix"
     " | SelectedByExpert | TokenRows | Hidden | HiddenHalves | Gated | ExpertOutput | ChoiceGrid | Combined | Logits"
-    " | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds | ChosenScores | ChosenSum"
+    " | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds | ChosenScores"
+    " | ChosenSum"
 )
 
 # The values that exist only inside an expert: a user outside the match keeps the whole layer alive, so it is refused.

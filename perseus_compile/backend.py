@@ -1,4 +1,4 @@
-"""What does torch.compile call? The backend "perseus": chains the stages and hands the rewritten graph to the inner compiler."""
+"""What does torch.compile call? The backend "perseus": chains the stages and calls the inner compiler."""
 
 from __future__ import annotations
 

@@ -92,7 +92,11 @@ def _transformers() -> Finding:
 def _gpu() -> Finding:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return _finding("NVIDIA GPU", counts or None, "everything runs on the CPU, with the same results")
+    return _finding(
+        "NVIDIA GPU",
+        counts or None,
+        "nothing in this version: its ops run on the CPU, MoE layers on a GPU keep their own code",
+    )
 
 
 def _nvlink() -> Finding:
@@ -114,7 +118,7 @@ def _nvrtc() -> Finding:
     return _finding(
         "NVRTC",
         _nvidia_library("libnvrtc.so*"),
-        "nothing in this version: it has no GPU kernels that would be compiled at run time yet",
+        "nothing in this version: there are no GPU kernels to compile at run time yet",
     )
 
 

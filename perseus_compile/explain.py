@@ -27,21 +27,24 @@ REWRITE_LOOP = (
     "no setting captures this line: loop over all experts, `for e in range(num_experts)`, instead of those that were "
     "hit, then perseus_compile.compile(model)"
 )
+NOT_FOUND = (
+    "it owns experts, but the captured graphs hold no top-k choice, expert maps and weighted sum that belong to it"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainedLayer:
-    """One MoE layer of one captured graph."""
+    """One MoE layer, and what became of it."""
 
-    graph: int
+    graph: int | None  # which of the captured graphs it was found in
     layer: str
-    status: Literal["rewritten", "refused"]
-    op: str | None  # the perseus op that replaces the layer
-    spelling: str | None
+    status: Literal["rewritten", "refused", "not found"]
     reason: str  # why this op; or why the layer keeps its own code
-    nodes_before: int | None
-    nodes_after: int | None
-    graph_diff: str  # the lines of the graph that the rewrite changed
+    op: str | None = None  # the perseus op that replaces the layer
+    spelling: str | None = None
+    nodes_before: int | None = None
+    nodes_after: int | None = None
+    graph_diff: str = ""  # the lines of the graph that the rewrite changed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +97,9 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
         with contextlib.suppress(Exception), torch._dynamo.config.patch(_CAPTURE_SETTINGS):
             remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
+    layers = tuple(_explained_layers(graphs))
     return Report(
-        layers=tuple(_explained_layers(graphs)),
+        layers=(*layers, *_not_found(modules, layers, cut=[layer for cut in around for layer in cut])),
         graph_breaks=tuple(
             _explained_break(record, layers, _advice(model, layers, record.stack[-1] in remaining))
             for record, layers in zip(breaks, around, strict=True)
@@ -148,17 +152,26 @@ def _explained_layers(graphs: list[observe.GraphReport]) -> Iterator[ExplainedLa
                 graph_diff=layer.graph_diff,
             )
         for refusal in graph.refusals:
-            yield ExplainedLayer(
-                graph=index,
-                layer=refusal.layer,
-                status="refused",
-                op=None,
-                spelling=None,
-                reason=refusal.reason,
-                nodes_before=None,
-                nodes_after=None,
-                graph_diff="",
-            )
+            yield ExplainedLayer(graph=index, layer=refusal.layer, status="refused", reason=refusal.reason)
+
+
+def _not_found(
+    modules: list[MoEModule], layers: tuple[ExplainedLayer, ...], cut: list[MoEModule]
+) -> Iterator[ExplainedLayer]:
+    """Modules that own experts, are not cut by a graph break, and of which no stage said anything."""
+    for module in modules:
+        if module not in cut and not any(_may_be_same(row.layer, module.path) for row in layers):
+            yield ExplainedLayer(graph=None, layer=module.path, status="not found", reason=NOT_FOUND)
+
+
+def _may_be_same(layer: str, path: str) -> bool:
+    """Whether a path of the graph may mean the module ``path``, or the block around it.
+
+    Where a graph break handed a submodule to Dynamo, paths of the graph start at that submodule; a name in parentheses
+    stands for a whole graph.
+    """
+    owner = path.rpartition(".")[0]
+    return layer.startswith("(") or layer.startswith(owner) or path.endswith(f".{layer}") or owner.endswith(f".{layer}")
 
 
 def _explained_break(record: RecordedBreak, layers: list[MoEModule], advice: str | None) -> ExplainedBreak:

@@ -1,6 +1,7 @@
 """Which records flow between the stages? Frozen and printable; a leaf module that imports nothing of the package.
 
-capture -> match -> ``MoEMatch`` | ``Refusal`` -> plan -> ``MoEPlan`` -> rewrite -> (inner compiler) -> lower -> ``KernelSpec``.
+capture -> match -> ``MoEMatch`` | ``Refusal`` -> plan -> ``MoEPlan`` -> rewrite -> (inner compiler) -> lower ->
+``KernelSpec`` -> launch.
 
 Axes in tensor names: T tokens, K choices per token, E experts, D model width, F expert width, N output features of
 a linear map, R routed rows (T*K).
@@ -49,7 +50,7 @@ class RoutingSpec:
 class ExpertsSpec:
     """What the experts compute: the numbers of ``perseus::experts`` that are not tensors."""
 
-    weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: gate_up [E, D, 2F], down [E, F, D]
+    weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
     gate_layout: GateLayout  # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...
     activation: Activation
     activation_params: tuple[float, ...] = ()  # clamped_swiglu: (alpha, limit); the others: ()
@@ -64,7 +65,7 @@ class ExpertsSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterMatch:
-    """The router part of a MoE layer, as nodes of Dynamo's graph. ``x_TD`` holds the same numbers as the experts' x."""
+    """The router of a MoE layer, as nodes of Dynamo's graph. ``x_TD`` holds the same numbers as the experts' x."""
 
     x_TD: Node
     weight_ED: Node
@@ -127,5 +128,5 @@ class KernelSpec:
     dtype: torch.dtype  # of x, the expert weights and biases, and of every GEMM
     combine_dtype: torch.dtype  # the weighted sum over the chosen experts is made in it
     num_local_experts: int  # experts whose weights are passed
-    expert_width: int  # F
+    few_rows: int  # an expert with at most so many rows takes the few-row loops, others a GEMM; 0: always a GEMM
     experts: ExpertsSpec

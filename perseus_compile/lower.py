@@ -29,6 +29,7 @@ from perseus_compile.facts import (
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ID_DTYPES = (torch.int64, torch.int32)
+FEW_ROWS = {torch.bfloat16: 16, torch.float32: 16}
 NUM_ACTIVATION_PARAMS = {"silu": 0, "gelu": 0, "gelu_tanh": 0, "clamped_swiglu": 2}
 
 
@@ -81,13 +82,12 @@ def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
     check_experts(args, spec)
     if args.x.device.type != "cpu":
         raise no_kernel(args.x.device)
-    num_local_experts = args.gate_up.shape[0]
     return KernelSpec(
         device="cpu",
         dtype=args.x.dtype,
         combine_dtype=torch.float64 if args.x.dtype == torch.float64 else torch.float32,
-        num_local_experts=num_local_experts,
-        expert_width=_expert_width(args, spec),
+        num_local_experts=args.gate_up.shape[0],
+        few_rows=FEW_ROWS.get(args.x.dtype, 0),
         experts=spec,
     )
 

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Iterator
 
@@ -19,6 +20,8 @@ from torch.fx import Graph
 from .facts import Refusal
 
 log = logging.getLogger("perseus_compile")
+
+_LINE_WIDTH = 112  # characters of a graph line; a diff adds one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,14 +120,15 @@ def trace_graph(name: str, gm: torch.fx.GraphModule) -> None:
 
 
 def graph_lines(graph: Graph) -> list[str]:
-    """One line per node: what ``graph_diff`` compares."""
+    """Each node as a line (long ones wrapped): what ``graph_diff`` compares."""
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
         value = node.meta.get("example_value")
         shape = f"  # {_kind(value)}" if isinstance(value, torch.Tensor) else ""
-        lines.append(f"{_short(str(node.format_node()))}{shape}")
+        line = f"{_short(str(node.format_node()))}{shape}"
+        lines.extend(textwrap.wrap(line, width=_LINE_WIDTH, subsequent_indent="    ", break_long_words=False))
     return lines
 
 
@@ -145,7 +149,11 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _short(line: str) -> str:
-    """``format_node`` without the parts that say nothing here: user counts, long parameter paths."""
+    """``format_node`` without user counts, and with module paths for parameters: ``%self.mlp.experts.down_proj``."""
     line = re.sub(r" : (\[[^]]*\] )?\[num_users=\d+\]", "", line)
-    line = re.sub(r"%l_(?:self|kwargs|args)\w*?_modules_(\w+?)_parameters_(\w+?)_?\b", r"%\1.\2", line)
+    line = re.sub(r"%l_(self_\w+|args_\w+|kwargs_\w+|\w+_)\b", lambda match: "%" + _module_path(match[1]), line)
     return line.replace("[target=", "[").replace(", kwargs = {}", "")
+
+
+def _module_path(placeholder: str) -> str:
+    return re.sub(r"_(?:modules|parameters|buffers)_", ".", placeholder).removesuffix("_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import io
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ def _layer_table(layers: tuple[ExplainedLayer, ...]) -> Table:
         nodes = f"{row.nodes_before} -> {row.nodes_after}" if row.nodes_before is not None else "-"
         table.add_row(
             row.layer,
-            str(row.graph),
+            "-" if row.graph is None else str(row.graph),
             Text(row.status, style=style),
             row.op or "-",
             row.spelling or "-",
@@ -67,9 +68,9 @@ def _shortened(paths: tuple[str, ...]) -> str:
 
 
 def _summary(report: Report) -> str:
-    num_rewritten = sum(row.status == "rewritten" for row in report.layers)
-    num_breaks = len(report.graph_breaks)
+    counts = collections.Counter(row.status for row in report.layers)
     return (
-        f"{num_rewritten} rewritten, {len(report.layers) - num_rewritten} refused, of {report.num_moe_modules} modules "
-        f"that own experts; {report.num_graphs} graphs, {num_breaks} graph breaks"
+        f"{counts['rewritten']} rewritten, {counts['refused']} refused, {counts['not found']} not found; "
+        f"modules that own experts: {report.num_moe_modules}, graphs: {report.num_graphs}, "
+        f"graph breaks: {len(report.graph_breaks)}"
     )

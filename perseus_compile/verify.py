@@ -32,8 +32,8 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
     if not error <= limit:
         raise VerificationError(
             f"{match.layer}: perseus::{plan.op} must give the numbers of the code that it replaces (relative error up "
-            f"to {limit:g} in {expected.dtype}), got {error:.3g}; this is a fault of perseus_compile: please report it, "
-            "and leave this model to another backend"
+            f"to {limit:g} in {expected.dtype}), got {error:.3g}; this is a fault of perseus_compile: please report "
+            "it, and leave this model to another backend"
         )
 
 

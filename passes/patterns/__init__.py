@@ -1,4 +1,7 @@
-"""Every spelling that the matcher reads, in the order in which its rules are tried. Adding one is one file and one line."""
+"""Every spelling that the matcher reads, in the order in which its rules are tried.
+
+Adding one is one file and one line here.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ...facts import Activation, GateLayout
@@ -53,11 +54,12 @@ _COMMUTATIVE = ("mul", "add")
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """A recognised gate function."""
+    """A recognised gate function. ``numbers``: all numbers of its expression, the parameters among them."""
 
     activation: Activation
     layout: GateLayout
     parameters: tuple[Number, ...]
+    numbers: tuple[Number, ...]
 
 
 def recognize_gate(expression: Expression) -> Gate | str:
@@ -66,9 +68,18 @@ def recognize_gate(expression: Expression) -> Gate | str:
         for layout, halves in _LAYOUTS:
             bindings: dict[str, Number] = {}
             if _unify(pattern.expression, expression, halves, bindings):
-                return Gate(pattern.activation, layout, tuple(bindings[name] for name in pattern.parameters))
+                parameters = tuple(bindings[name] for name in pattern.parameters)
+                return Gate(pattern.activation, layout, parameters, tuple(_numbers(expression)))
     known = ", ".join(pattern.activation for pattern in GATE_PATTERNS)
     return f"the gate between the two expert linears must be one of {known}, got {show(expression)}"
+
+
+def _numbers(expression: Expression) -> Iterator[Number]:
+    if isinstance(expression, Number):
+        yield expression
+    elif isinstance(expression, tuple):
+        for operand in expression[1:]:
+            yield from _numbers(operand)
 
 
 def show(expression: Expression) -> str:

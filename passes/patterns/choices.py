@@ -37,7 +37,7 @@ def _flatten(read: Reader, node: Node) -> Value | None:
 def _column(read: Reader, node: Node) -> Value | None:
     """[R] -> [R, 1]."""
     value = read.value(node.args[0])
-    if isinstance(value, PerChoice) and not value.column and read.dim(node) == 2 and read.shape(node)[1] == 1:
+    if isinstance(value, PerChoice) and not value.column and read.same_sizes(read.shape(node)[1:], (1,)):
         return PerChoice(value.of, value.order, column=True)
     return None
 
@@ -67,7 +67,8 @@ def _invert_by_write(read: Reader, node: Node) -> Value | str | None:
     permutation = read.value(indices[0]) if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
     if not isinstance(permutation, Permutation):
         return None
-    if not _is_iota(read, node.args[2]) or node.args[3:] not in ((), (False,)) or node.kwargs.get("accumulate"):
+    is_iota = _is_iota(read, node.args[2]) and read.same_sizes(read.shape(node.args[2]), read.shape(indices[0]))
+    if not is_iota or node.args[3:] not in ((), (False,)):
         return f"{read.describe(node)} must write 0, 1, 2, ... at the permutation to invert it"
     return InversePermutation(permutation.order)
 
@@ -124,7 +125,7 @@ def _histogram(read: Reader, node: Node) -> Value | str | None:
     ids = read.value(node.args[0])
     if not isinstance(ids, PerChoice) or read.dtype(ids.of).is_floating_point:
         return None
-    bins, low, high = (*node.args[1:], 100, 0, 0)[:3]
+    bins, low, high = (*node.args[1:], *(100, 0, 0)[len(node.args) - 1 :])
     if not isinstance(bins, int) or low != 0 or high != bins - 1:
         return f"{read.describe(node)} must count ids 0 .. E-1 in E bins, got bins={bins}, min={low}, max={high}"
     return ExpertCounts(ids.of, bins)

@@ -19,7 +19,6 @@ from ..values import (
     Hidden,
     HiddenHalves,
     InversePermutation,
-    Number,
     PerChoice,
     RowToken,
     SelectedByExpert,
@@ -60,6 +59,8 @@ def _bias(read: Reader, node: Node) -> Value | str | None:
     rows, bias = read.value(node.args[0]), read.value(node.args[1])
     if not isinstance(rows, (Hidden, ExpertOutput)) or not isinstance(bias, SelectedByExpert):
         return None
+    if rows.unit_axis is not None:
+        return f"{read.describe(node)} adds a bias to one-row matrices; it must be added to [R, N] rows"
     linear, order = (rows.gate_up, rows.rows.order) if isinstance(rows, Hidden) else (rows.down, rows.order)
     ids = rows.ids if isinstance(rows, Hidden) else rows.hidden.ids
     if linear.bias is not None:
@@ -106,9 +107,10 @@ def _half_by_slice(read: Reader, node: Node) -> Value | None:
         return None
     _, axis, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
     width = read.shape(node.args[0])[1]
-    if read.axis(node.args[0], axis) != 1 or not isinstance(width, int) or width % 2:
+    start, end = start or 0, width if end is None else end
+    if read.axis(node.args[0], axis) != 1 or not all(isinstance(n, int) for n in (width, start, end)) or width % 2:
         return None
-    start, end = start or 0, min(width if end is None else end, width)
+    end = min(end, width)
     if step == 2 and end == width and start in (0, 1):
         return Gated(hidden, ("even", "odd")[start])
     if step == 1 and (start, end) in ((0, width // 2), (width // 2, width)):
@@ -152,8 +154,10 @@ def _expression(read: Reader, node: Node) -> Expression:
         return (_BINARY[node.target], *operands) if None not in operands else None
     if node.target is aten.clamp.default:
         low, high = (*node.args[1:], None, None)[:2]
-        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
-        return ("clamp", _operand(read, node.args[0]), read.number(low), read.number(high))
+        bounds = [read.number(bound) for bound in (low, high)]
+        if any(bound is None and arg is not None for bound, arg in zip(bounds, (low, high), strict=True)):
+            return None
+        return ("clamp", _operand(read, node.args[0]), *bounds)
     return None
 
 
@@ -171,7 +175,7 @@ def _weight(read: Reader, node: Node) -> Value | str | None:
         return None
     if rows.weights is not None:
         return f"{read.describe(node)} multiplies a second routing weight in"
-    if not weights.column or not read.dtype(weights.of).is_floating_point:
+    if not weights.column or rows.unit_axis is not None or not read.dtype(weights.of).is_floating_point:
         return f"{read.describe(node)} must multiply each row by one floating-point weight"
     if rows.order is not weights.order:
         return f"{read.describe(node)} multiplies rows by weights that are in another row order"

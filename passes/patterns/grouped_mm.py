@@ -25,9 +25,11 @@ def _swap(read: Reader, node: Node) -> Value | None:
     source = node.args[0]
     if not isinstance(source, Node) or read.dim(source) != 3 or read.value(source) is not None:
         return None
-    if {read.axis(source, axis) for axis in node.args[1:3]} == {1, 2}:
-        return SwappedMatrix(read.root(source))
-    return None
+    if node.target is aten.permute.default:
+        swaps = [read.axis(source, axis) for axis in node.args[1]] == [0, 2, 1]
+    else:
+        swaps = node.target is aten.mT.default or {read.axis(source, axis) for axis in node.args[1:3]} == {1, 2}
+    return SwappedMatrix(read.root(source)) if swaps else None
 
 
 def _grouped_product(read: Reader, node: Node) -> Value | str | None:
@@ -55,7 +57,7 @@ def _grouped_product(read: Reader, node: Node) -> Value | str | None:
             f"{read.describe(node)} has {read.shape(linear.weight)[0]} expert matrices "
             f"for counts of {ends.num_experts} experts"
         )
-    if node.kwargs.get("bias") is not None or node.kwargs.get("out_dtype") not in (None, read.dtype(rows_node)):
+    if any(arg is not None for arg in node.args[3:]) or read.dtype(node) != read.dtype(rows_node):
         return f"{read.describe(node)} has a bias or an output dtype of its own"
     if isinstance(rows, TokenRows):
         return Hidden(rows, ends.ids, linear)

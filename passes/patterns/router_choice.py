@@ -72,7 +72,7 @@ def _softmax_of_chosen(read: Reader, node: Node) -> Value | str | None:
 def _sum_of_chosen(read: Reader, node: Node) -> Value | None:
     chosen = read.value(node.args[0])
     keepdim = len(node.args) > 2 and node.args[2]
-    if isinstance(chosen, ChosenScores) and keepdim and [axis % 2 for axis in node.args[1]] == [1]:
+    if isinstance(chosen, ChosenScores) and keepdim and [axis % 2 for axis in node.args[1] or ()] == [1]:
         return ChosenSum(chosen) if read.dtype(node) == read.dtype(node.args[0]) else None
     return None
 

@@ -81,7 +81,7 @@ def _group_scores(read: Reader, node: Node) -> Value | str | None:
     best = read.value(node.args[0])
     if not isinstance(best, GroupTopK):
         return None
-    if [axis % 3 for axis in node.args[1]] != [2] or (len(node.args) > 2 and node.args[2]) or best.k != 2:
+    if [axis % 3 for axis in node.args[1] or ()] != [2] or (len(node.args) > 2 and node.args[2]) or best.k != 2:
         return f"{read.describe(node)} must sum the two best scores of each group, got the best {best.k}"
     return GroupScores(best.view)
 
@@ -148,7 +148,7 @@ def _limit_to_groups(read: Reader, node: Node) -> Value | str | None:
 ROUTER_SCORES = Spelling(
     name="router_scores",
     part="router scores",
-    chain="linear, softmax or sigmoid, [+ correction bias], [group limit: view, topk 2, sum, topk, scatter, masked_fill]",
+    chain="linear, softmax or sigmoid, [+ bias], [group limit: view, topk 2, sum, topk, scatter, masked_fill]",
     rules=(
         Rule("router logits", (aten.linear.default,), _logits),
         Rule("cast of logits", (aten.to.dtype, aten._to_copy.default), _cast_logits),

@@ -17,6 +17,7 @@ from perseus_compile.cli.models import DType, Width, random_model
 from perseus_compile.doctor import Finding, diagnose
 from perseus_compile.explain import Report
 from perseus_compile.explain import explain as explain_model
+from perseus_compile.testing.models import random_tokens
 
 Name = Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="model_type, or a folder with config.json")]
 Layers = Annotated[int, typer.Option(min=1, help="decoder layers")]
@@ -78,9 +79,8 @@ def print_diff(graph_diff: str) -> None:
 def _report(name: str, layers: int, width: Width, dtype: DType, implementation: str) -> Report:
     with step(f"building {name} with random weights"):
         model = random_model(name, num_layers=layers, width=width, dtype=dtype, implementation=implementation)
-    tokens = torch.randint(model.config.vocab_size, (2, 8))
     with step("compiling and running it once"), torch.no_grad():
-        return explain_model(model, tokens, use_cache=False)
+        return explain_model(model, random_tokens(model, (2, 8)), use_cache=False)
 
 
 def _findings_table(findings: list[Finding]) -> Table:
@@ -88,6 +88,8 @@ def _findings_table(findings: list[Finding]) -> Table:
     for heading in ("piece", "here", "detail", "without it"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
-        mark = Text("yes", style="green") if finding.found else Text("no", style="red" if finding.required else "yellow")
+        mark = (
+            Text("yes", style="green") if finding.found else Text("no", style="red" if finding.required else "yellow")
+        )
         table.add_row(finding.name, mark, Text(finding.detail), Text(finding.cost or "-"))
     return table

@@ -4,44 +4,39 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._inductor.config
-from torch import nn
 from torch.fx import GraphModule
 
 from perseus_compile import observe
 from perseus_compile.backend import perseus
-from perseus_compile.testing.models import tiny_causal_lm
+from perseus_compile.testing.models import random_tokens, tiny_causal_lm
 
-INDUCTOR = "inductor, original graph"
-INNER = "inductor, rewritten graph"
-TOTAL = "perseus stages"
+INDUCTOR = "Inductor, original graph"
+INNER = "Inductor, rewritten graph"
+STAGES = "perseus, all stages"
 
 
-def compile_seconds(
-    model_type: str, *, num_layers: int, rounds: int, on_round: Callable[[int], None] = lambda _: None
-) -> dict[str, list[float]]:
-    """Seconds per round and part: every perseus stage, their sum, and Inductor on both graphs.
+def rounds_of_seconds(model_type: str, *, num_layers: int, rounds: int) -> Iterator[dict[str, float]]:
+    """Per round, the seconds of every part: each perseus stage, their sum, and Inductor on both graphs.
 
-    Rounds alternate between the two backends in one process and read no cache on disk. A first, smaller compile of
-    each that is not counted pays for imports and for starting Inductor's workers.
+    Both backends run in one process, in alternating order, and read no cache on disk. A first, smaller compile that
+    is not counted pays for imports and for starting Inductor's workers.
     """
-    _round(tiny_causal_lm(model_type, num_layers=2))
+    _round(tiny_causal_lm(model_type, num_layers=2), perseus_first=False)
     model = tiny_causal_lm(model_type, num_layers=num_layers)
-    seconds = defaultdict(list)
     for index in range(rounds):
-        for part, value in _round(model).items():
-            seconds[part].append(value)
-        on_round(index)
-    return dict(seconds)
+        yield _round(model, perseus_first=index % 2 == 1)
 
 
-def rows(seconds: dict[str, list[float]], conditions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def rows(rounds: Sequence[dict[str, float]], conditions: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One JSON row per part: median, least and most seconds, and the share of Inductor's own time."""
+    seconds = {part: [measured[part] for measured in rounds] for part in rounds[0]}
     reference = statistics.median(seconds[INDUCTOR])
     for part, values in seconds.items():
         median = statistics.median(values)
@@ -55,15 +50,18 @@ def rows(seconds: dict[str, list[float]], conditions: dict[str, Any]) -> Iterato
         }
 
 
-def _round(model: nn.Module) -> dict[str, float]:
-    with torch._inductor.config.patch(force_disable_caches=True):
+def _round(model: Any, *, perseus_first: bool) -> dict[str, float]:
+    with warnings.catch_warnings(), torch._inductor.config.patch(force_disable_caches=True):
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+        stages = _perseus_seconds(model) if perseus_first else None
         original = _inductor_seconds(model)
-        stages = _perseus_seconds(model)
+        stages = stages or _perseus_seconds(model)
     inner = stages.pop("inner")
-    return {**stages, TOTAL: sum(stages.values()), INNER: inner, INDUCTOR: original}
+    named = {f"perseus, {stage}": seconds for stage, seconds in stages.items()}
+    return {**named, STAGES: sum(stages.values()), INNER: inner, INDUCTOR: original}
 
 
-def _inductor_seconds(model: nn.Module) -> float:
+def _inductor_seconds(model: Any) -> float:
     seconds = 0.0
     inductor = torch._dynamo.lookup_backend("inductor")
 
@@ -78,18 +76,17 @@ def _inductor_seconds(model: nn.Module) -> float:
     return seconds
 
 
-def _perseus_seconds(model: nn.Module) -> dict[str, float]:
+def _perseus_seconds(model: Any) -> dict[str, float]:
     with observe.collect() as graphs:
         _compile_once(model, perseus)
     total: dict[str, float] = defaultdict(float)
     for graph in graphs:
-        for stage, value in graph.seconds.items():
-            total[stage] += value
+        for stage, seconds in graph.seconds.items():
+            total[stage] += seconds
     return dict(total)
 
 
 @torch.no_grad()
-def _compile_once(model: nn.Module, backend: Callable[..., Any]) -> None:
+def _compile_once(model: Any, backend: Callable[..., Any]) -> None:
     torch._dynamo.reset()
-    tokens = torch.randint(model.config.vocab_size, (2, 16))  # type: ignore[union-attr, arg-type]
-    torch.compile(model, backend=backend)(tokens, use_cache=False)
+    torch.compile(model, backend=backend)(random_tokens(model, (2, 16)), use_cache=False)

@@ -123,6 +123,11 @@ def tiny_causal_lm(
     return random_causal_lm(config, dtype=dtype, implementation=implementation, seed=seed)
 
 
+def random_tokens(model: PreTrainedModel, shape: tuple[int, int], *, seed: int = 0) -> torch.Tensor:
+    """Token ids of ``shape`` (sequences, tokens) that ``model`` knows."""
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
 @torch.no_grad()
 def _randomize_zeros(model: nn.Module, *, std: float) -> None:
     persistent = model.state_dict(keep_vars=True)

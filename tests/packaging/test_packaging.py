@@ -53,7 +53,9 @@ def _venv(folder: Path) -> Path:
     """The Python of a new venv that finds this environment's packages after its own."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
-    site_packages = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    site_packages = Path(
+        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    )
     (site_packages / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 

@@ -30,7 +30,7 @@ setup(
         "perseus_compile.passes": "passes",
     },
     ext_modules=[
-        # Host code only: a C++ compiler is enough, neither torch headers nor CUDA are used. The OpenMP runtime is the one
+        # Host code only: a C++ compiler is enough, torch headers and CUDA are not used. The OpenMP runtime is the one
         # that torch has loaded already, under the same library name.
         Pybind11Extension(
             "perseus_compile._C",

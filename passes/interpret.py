@@ -111,7 +111,10 @@ class Reader:
     def describe(self, node: Node) -> str:
         """``node`` as refusals name it: the operator, and the node of Dynamo's graph that it comes from."""
         origin = self._view.origin.get(node, node)
-        return f"{node.target} ({origin.name})" if node.op == "call_function" else origin.name
+        if node.op != "call_function":
+            return origin.name
+        target = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.target)
+        return f"{target} ({origin.name})"
 
     def _reshapes(self, node: Node) -> list[Node]:
         """``node``, the tensor that it is a reshape of, and so on down to one that is no reshape."""
@@ -148,11 +151,17 @@ class Interpretation:
     Attributes:
         reader: answers for every node of the view.
         sentences: for nodes without a meaning at which a rule stopped, why.
+        sums: for matched layers, the node that the rewrite replaces, by the first node that holds the same sum.
     """
 
     view: AtenView
     reader: Reader
     sentences: dict[Node, str]
+    sums: dict[Node, Node] = dataclasses.field(default_factory=dict)
+
+    def dynamo_value(self, node: Node) -> Node | None:
+        """The Dynamo node that holds ``node`` once every layer matched so far is rewritten, if there is one."""
+        return self.view.dynamo_value(self.sums.get(self.reader.root(node), node))
 
 
 def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
@@ -191,9 +200,12 @@ def _functional_target(node: Node) -> tuple[Any, str | None]:
     in the graph, is no view, and is read by nobody after the write but through the writing node.
     """
     target = node.target
-    if not isinstance(target, OpOverload) or not target._schema.name.endswith("_") or target._schema.name.endswith("__"):
+    if not isinstance(target, OpOverload):
         return target, None
-    name = target._schema.name.removeprefix("aten::").removesuffix("_")
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.endswith("__"):
+        return target, None
+    name = name.removesuffix("_")
     packet = getattr(aten, name, None)
     overload = getattr(packet, target._overloadname, None)
     if overload is None:

@@ -22,12 +22,15 @@ _LAYER_VALUES = (*INNER_VALUES, Combined)
 # Gathered tokens may have other readers: they cost a gather, not the experts.
 _PRIVATE_VALUES = tuple(kind for kind in _LAYER_VALUES if kind is not TokenRows)
 
+_GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
+
 
 def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
     """All MoE layers of a graph, in graph order, each as a match or as a refusal."""
     found = interpret(view, all_rules())
     results: list[MoEMatch | Refusal] = []
     explained: set[Node] = set()
+    passed: set[Node] = set()
     for node in view.graph.nodes:
         if isinstance(found.reader.value(node), Hidden) and not _reads(found, node, Hidden):
             reached = _reached(found, node)
@@ -38,12 +41,12 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
             else:
                 result = _refuse(found, node, _why_lost(found, reached, sinks))
         elif node in found.sentences and node not in explained and _is_expert_product(found, node):
-            result = _refuse(found, node, found.sentences[node])
+            result = _refuse(found, node, _cause(found, node))
         else:
             continue
         results.append(result)
         if isinstance(result, Refusal):
-            _explain_rest(found, node, explained)
+            _explain_rest(found, node, explained, passed)
     return results
 
 
@@ -57,16 +60,22 @@ def _is_expert_product(found: Interpretation, node: Node) -> bool:
     return "grouped_mm" in name or ("bmm" in name and not _reads(found, node, Hidden))
 
 
-def _explain_rest(found: Interpretation, node: Node, explained: set[Node]) -> None:
-    """Adds what follows ``node`` to ``explained``, up to the next expert product: one refusal per layer is enough."""
+def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passed: set[Node]) -> None:
+    """Adds the expert product that follows ``node`` to ``explained``: one refusal per layer is enough.
+
+    ``passed`` holds the nodes that earlier calls went through.
+    """
     pending = [node]
     while pending:
         for user in pending.pop().users:
             # A gather of rows is where another layer begins.
-            if user not in explained and user.target not in (aten.index.Tensor, aten.repeat_interleave.self_int):
+            if user in passed or user.target in _GATHERS:
+                continue
+            passed.add(user)
+            if _is_expert_product(found, user):
                 explained.add(user)
-                if not _is_expert_product(found, user):
-                    pending.append(user)
+            else:
+                pending.append(user)
 
 
 def _reached(found: Interpretation, head: Node) -> set[Node]:
@@ -95,13 +104,30 @@ def _why_lost(found: Interpretation, reached: set[Node], sinks: list[Node]) -> s
     if sinks:
         return f"its expert outputs are summed {len(sinks)} times"
     lost = sorted(node for node in reached if not isinstance(found.reader.value(node), _LAYER_VALUES))
-    sentences = [found.sentences[node] for node in lost if node in found.sentences]
-    if sentences:
-        return sentences[0]
+    explained = [node for node in lost if node in found.sentences]
+    if explained:
+        return _cause(found, explained[0])
     unknown = [node for node in lost if node.op != "output"]
     if unknown:
-        return f"{found.reader.describe(unknown[0])} has no meaning between the expert linears and the sum over choices"
+        return _cause(found, unknown[0])
     return "its expert outputs leave the graph before they are summed in the tokens' dtype"
+
+
+def _cause(found: Interpretation, node: Node) -> str:
+    """Why ``node`` has no meaning: the sentence of the first step lost on the way of its row order, or its own."""
+    read = found.reader
+    lost, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            # The row order lives in [R] and [E] values, and in the gather of the token rows.
+            step = read.dim(source) <= 1 or source.target in (*_GATHERS, aten.unsqueeze.default)
+            if step and source.op == "call_function" and read.value(source) is None and source not in lost:
+                lost.add(source)
+                pending.append(source)
+    explained = [step for step in lost if step in found.sentences]
+    if explained:
+        return found.sentences[min(explained)]
+    return f"{read.describe(node)} has no meaning between the expert linears and the sum over choices"
 
 
 def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
@@ -122,18 +148,19 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     reason = _shape_reason(found, sink, output) or _context_reason(found, sink, region, inputs)
     if reason is not None:
         return _refuse(found, sink, reason)
+    found.sums[read.root(sink)] = sink
     router = find_router(found, ids, weights, rows.x, region)
     symbols = tuple(number.symbol for number in gate.numbers if number.symbol is not None)
     return MoEMatch(
         layer=layer_name(view.origin[sink]),
         spelling="batched_mm" if rows.order is None else "grouped_mm",
-        x_TD=_dynamo(view, rows.x),
-        ids_TK=_dynamo(view, ids),
-        weights_TK=_dynamo(view, weights),
-        gate_up=_dynamo(view, gate_up.weight),
-        gate_up_bias=_dynamo(view, gate_up.bias) if gate_up.bias else None,
-        down=_dynamo(view, down.weight),
-        down_bias=_dynamo(view, down.bias) if down.bias else None,
+        x_TD=_dynamo(found, rows.x),
+        ids_TK=_dynamo(found, ids),
+        weights_TK=_dynamo(found, weights),
+        gate_up=_dynamo(found, gate_up.weight),
+        gate_up_bias=_dynamo(found, gate_up.bias) if gate_up.bias else None,
+        down=_dynamo(found, down.weight),
+        down_bias=_dynamo(found, down.bias) if down.bias else None,
         spec=ExpertsSpec(
             weight_layout=gate_up.layout,
             gate_layout=gate.layout,
@@ -141,7 +168,7 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
             activation_params=tuple(number.value for number in gate.parameters),
             num_experts=read.shape(gate_up.weight)[0],
         ),
-        output=_dynamo(view, sink),
+        output=_dynamo(found, sink),
         region=view.dynamo_nodes(region),
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
@@ -156,8 +183,8 @@ def _past_repetitions(read: Reader, sink: Node) -> Node:
     return sink
 
 
-def _dynamo(view: AtenView, node: Node) -> Node:
-    value = view.dynamo_value(node)
+def _dynamo(found: Interpretation, node: Node) -> Node:
+    value = found.dynamo_value(node)
     assert value is not None, "a match reads and writes only whole results of Dynamo's nodes"
     return value
 
@@ -168,6 +195,8 @@ def _shape_reason(found: Interpretation, sink: Node, output: ExpertOutput) -> st
     rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
     gate_up, down = output.hidden.gate_up, output.down
     assert weights is not None
+    if not all(isinstance(size, int) for linear in (gate_up, down) for size in read.shape(linear.weight)):
+        return f"expert weights must have constant sizes, got {[list(read.shape(w.weight)) for w in (gate_up, down)]}"
     if gate_up.layout != down.layout:
         return f"the two expert weights are stored in different layouts, {gate_up.layout} and {down.layout}"
     if read.shape(gate_up.weight)[0] != read.shape(down.weight)[0]:
@@ -204,8 +233,8 @@ def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], 
     if reader := outside_reader(inner, region):
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
     if write := interfering_write(view, region, inputs):
-        return f"{read.describe(write)} writes in place to one of its inputs while it runs"
-    missing = [node for node in (*inputs, sink) if view.dynamo_value(node) is None]
+        return f"{read.describe(write)} writes in place to what the layer reads or computes before it is summed"
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
     if missing:
         return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
     return None

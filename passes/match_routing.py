@@ -31,9 +31,9 @@ def find_router(
     read, view = found.reader, found.view
     chosen, chosen_ids = read.value(weights), read.value(ids)
     if not isinstance(chosen, ChosenScores):
-        return _unknown_step(found, weights)
+        return _unknown_step(found, weights, x)
     if not isinstance(chosen_ids, ChosenIds):
-        return _unknown_step(found, ids)
+        return _unknown_step(found, ids, x)
     if chosen_ids.topk != chosen.topk:
         return "the routing weights and the expert ids come from two different choices"
     described = _describe(read, chosen)
@@ -54,7 +54,7 @@ def find_router(
         return "the router runs under another gradient mode or autocast than the experts"
     if write := interfering_write(view, region | experts_region, inputs):
         return f"{read.describe(write)} writes in place to what the router reads before the experts have run"
-    dynamo = {node: view.dynamo_value(node) for node in inputs}
+    dynamo = {node: found.dynamo_value(node) for node in inputs}
     if None in dynamo.values():
         return "an input of the router exists only inside one of Dynamo's nodes"
     router = RouterMatch(
@@ -108,14 +108,20 @@ def _spec(
     )
 
 
-def _unknown_step(found: Interpretation, routing: Node) -> str:
-    """The step at which the way from the logits to ``routing``, weights or ids, is lost, nearest to its end first."""
-    node: Node | None = routing
-    while node is not None and found.reader.value(node) is None:
+def _unknown_step(found: Interpretation, routing: Node, x: Node) -> str:
+    """The step at which the way from ``x`` to ``routing``, weights or ids, is lost, nearest to its end."""
+    read = found.reader
+    if routing.op == "placeholder":
+        return f"{read.describe(routing)} is an input of the graph, its router is not in sight"
+    pending, steps = [routing], [routing]
+    while pending:
+        node = pending.pop(0)
         if node in found.sentences:
             return found.sentences[node]
-        before = [source for source in node.all_input_nodes if found.reader.dim(source) == 2]
-        if node.op != "call_function" or any(found.reader.value(source) is not None for source in before):
-            return f"{found.reader.describe(node)} is not a known step of a router"
-        node = before[0] if before else None
-    return "the routing weights and the expert ids do not come from a known router"
+        for source in node.all_input_nodes:
+            unknown = source.op == "call_function" and read.value(source) is None and source not in steps
+            if unknown and not read.same_tensor(source, x):
+                steps.append(source)
+                pending.append(source)
+    known = [node for node in steps if any(read.value(source) is not None for source in node.all_input_nodes)]
+    return f"{read.describe(min(known or steps[:1]))} is not a known step of a router"

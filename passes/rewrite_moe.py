@@ -15,21 +15,18 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     """Puts one perseus node in the place of ``match`` and erases what nobody reads any more.
 
     What other nodes still read (ids, weights, counts, sizes) stays. ``check_ids``: the op checks the range of given
-    expert ids at run time. Returns the new node.
+    expert ids at run time. Returns the perseus node.
     """
     target, args, kwargs = op_call(match, plan)
     if check_ids and plan.op == "experts":
         kwargs["check_ids"] = True
+    # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
-    with graph.inserting_before(output):
-        node = graph.call_function(target, args, kwargs)
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "example_value"):
-        if key in output.meta:
-            node.meta[key] = output.meta[key]
-    output.replace_all_uses_with(node)
+    output.op, output.target, output.args, output.kwargs = "call_function", target, args, kwargs
+    output._rename(f"{plan.op}_default")
     region = match.region | (match.router.region if match.router else frozenset())
     _erase_unread(graph, region)
-    return node
+    return output
 
 
 def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | None, ...], dict[str, object]]:

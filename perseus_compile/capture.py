@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 class ExecutionState:
     """The modes that hold where a node of Dynamo's graph runs, as far as they change numbers or gradients."""
 
-    grad_changes: int  # how many grad-mode switches precede the node: equal counts mean the same mode region
+    grad: bool
+    inference_depth: int
     autocast: bool
 
 
@@ -120,7 +121,8 @@ class _ViewTracer(Interpreter):
         self._results_by_name: dict[str, list[Node]] = {}
         self._opaque_names: set[str] = set()
         self._state: dict[Node, ExecutionState] = {}
-        self._grad_changes = 0
+        self._grad = torch.is_grad_enabled()  # Dynamo restores the mode of the graph's start for its backend
+        self._inference_depth = 0
         self._autocast_depth = 0
 
     def run_node(self, n: Node) -> Any:
@@ -143,13 +145,15 @@ class _ViewTracer(Interpreter):
     def _track_state(self, n: Node) -> None:
         # Names, since torch exposes these functions under different modules in different releases.
         name = getattr(n.target, "__name__", "")
-        if name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"):
-            self._grad_changes += 1
+        if name == "_set_grad_enabled":
+            self._grad = bool(n.args[0])
+        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
+            self._inference_depth += 1 if "enter" in name else -1
         elif name == "_enter_autocast":
             self._autocast_depth += 1
         elif name == "_exit_autocast":
             self._autocast_depth -= 1
-        self._state[n] = ExecutionState(self._grad_changes, self._autocast_depth > 0)
+        self._state[n] = ExecutionState(self._grad, self._inference_depth, self._autocast_depth > 0)
 
     def _run_or_make_opaque(self, n: Node) -> Any:
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):

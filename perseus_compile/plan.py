@@ -5,10 +5,23 @@ A plan may say no: the answer is then a ``Refusal`` with a sentence, and the lay
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from .facts import MoEMatch, MoEPlan, Refusal
-from .lower import SUPPORTED_DTYPES
+import torch
+from torch.fx import Node
+
+from .errors import UnsupportedMoE
+from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch
+from .lower import (
+    SUPPORTED_DTYPES,
+    Arg,
+    ExpertsArgs,
+    RouterArgs,
+    check_experts,
+    check_routing,
+    token_arg,
+    whole_arg,
+)
 
 
 def plan(match: MoEMatch) -> MoEPlan | Refusal:
@@ -23,12 +36,48 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     if x.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
         return _refuse(match, f"the layer's dtype must be one of {supported}, got {x.dtype}")
+    illegal = _illegal_experts(match)
+    if illegal is not None:
+        return _refuse(match, illegal)
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
-    if match.router is not None:
+    apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
+    if apart is None:
         return MoEPlan(op="moe", device=x.device.type, dtype=x.dtype, why="router and experts are one node")
-    return MoEPlan(op="experts", device=x.device.type, dtype=x.dtype, why=f"experts alone: {match.router_reason}")
+    return MoEPlan(op="experts", device=x.device.type, dtype=x.dtype, why=f"experts alone: {apart}")
+
+
+def _illegal_experts(match: MoEMatch) -> str | None:
+    """Why ``perseus::experts`` would raise on this layer, if it would: code that runs must not stop to run."""
+    tokens = (match.x_TD, match.ids_TK, match.weights_TK)
+    whole = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+    args = ExpertsArgs(*(token_arg(_value(node)) for node in tokens), *(_whole_arg(node) for node in whole))
+    return _error_of(lambda: check_experts(args, match.spec))
+
+
+def _illegal_router(match: MoEMatch, router: RouterMatch) -> str | None:
+    whole = (router.weight_ED, router.bias_E, router.correction_bias_E)
+    args = RouterArgs(token_arg(_value(match.x_TD)), *(_whole_arg(node) for node in whole))
+    return _error_of(lambda: check_routing(args, router.spec, match.spec.num_experts))
+
+
+def _error_of(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except UnsupportedMoE as error:
+        return str(error)
+    return None
+
+
+def _value(node: Node) -> torch.Tensor:
+    value = node.meta["example_value"]
+    assert isinstance(value, torch.Tensor), "a match names tensors"
+    return value
+
+
+def _whole_arg(node: Node | None) -> Arg | None:
+    return None if node is None else whole_arg(_value(node))
 
 
 def _refuse(match: MoEMatch, reason: str) -> Refusal:

@@ -21,11 +21,15 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
         VerificationError: they differ by more than rounding explains.
     """
     target, args, kwargs = op_call(match, plan)
-    inputs = [arg for arg in dict.fromkeys(args) if arg is not None]
-    region = region_module(gm, match, inputs, fused_router=plan.op == "moe")
-    values = dict(zip(inputs, _random_inputs(match, inputs), strict=True))
-    with torch.no_grad(), torch._dynamo.utils.preserve_rng_state(), _no_tracing():
-        expected = region(*values.values())
+    region, inputs = region_module(gm, match, fused_router=plan.op == "moe")
+    # A parameter that the op gets and the region never reads, or the reverse, is a difference too.
+    generator = torch.Generator().manual_seed(0)
+    needed = [node for node in dict.fromkeys([*inputs, *args]) if node is not None]
+    values = {node: _random_input(match, node, generator) for node in needed}
+    if match.router is not None:
+        values[match.router.x_TD] = values[match.x_TD]
+    with torch.no_grad(), _no_tracing():
+        expected = region(*(values[node] for node in inputs))
         actual = target(*(None if arg is None else values[arg] for arg in args), **kwargs)
     error = _relative_error(actual, expected)
     limit = _TOLERANCE[expected.dtype]
@@ -37,45 +41,28 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
         )
 
 
-def region_module(gm: GraphModule, match: MoEMatch, inputs: list[Node], *, fused_router: bool) -> GraphModule:
-    """The matched region as a module of its own; sizes and other scalars become today's numbers."""
+def region_module(gm: GraphModule, match: MoEMatch, *, fused_router: bool) -> tuple[GraphModule, list[Node]]:
+    """The matched region as a module of its own, and the nodes whose values are its inputs, in order.
+
+    Sizes and other scalars that it reads become today's numbers.
+    """
     region = match.region | (match.router.region if fused_router and match.router else frozenset())
+    nodes = [node for node in gm.graph.nodes if node in region]
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in region)
+    inputs = [node for node in read if isinstance(node.meta.get("example_value"), torch.Tensor)]
     graph = Graph()
-    copies: dict[Node, object] = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(inputs)}
-    if fused_router and match.router:
-        copies[match.router.x_TD] = copies[match.x_TD]
-
-    def argument(node: Node) -> object:
-        return copies[node] if node in copies else _number(node)
-
-    for node in gm.graph.nodes:
-        if node in region and node not in copies and node.op in ("call_function", "call_method"):
-            copies[node] = graph.create_node(
-                node.op,
-                node.target,
-                torch.fx.node.map_arg(node.args, argument),
-                torch.fx.node.map_arg(node.kwargs, argument),
-            )
+    copies: dict[Node, object] = {node: graph.placeholder(node.name) for node in inputs}
+    copies |= {node: _number(node.meta.get("example_value")) for node in read if node not in copies}
+    for node in nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
     graph.output(copies[match.output])
-    return GraphModule(torch.nn.Module(), graph)
-
-
-def _number(node: Node) -> object:
-    value = node.meta.get("example_value")
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        return value.node.hint
-    assert isinstance(value, (int, float, bool)), f"{node.name} is read by the region and is no input of it"
-    return value
-
-
-def _random_inputs(match: MoEMatch, inputs: list[Node]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [_random_input(match, node, generator) for node in inputs]
+    return GraphModule(torch.nn.Module(), graph), inputs
 
 
 def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> torch.Tensor:
     fake = node.meta["example_value"]
-    shape = [int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in fake.shape]
+    shape = [_number(size) for size in fake.shape]
     with _no_tracing():
         if node is match.ids_TK:
             order = torch.rand(shape[0], match.spec.num_experts, generator=generator).argsort(dim=1)
@@ -84,6 +71,13 @@ def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> to
         if node is match.weights_TK:
             return value.abs().to(fake.dtype)
         return (value * shape[-1] ** -0.5 if len(shape) > 2 else value).to(fake.dtype)
+
+
+def _number(value: object) -> int | float | bool:
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value.node.hint
+    assert isinstance(value, (int, float, bool)), f"a matched region reads tensors and numbers, got {value!r}"
+    return value
 
 
 def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

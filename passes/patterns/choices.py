@@ -73,11 +73,13 @@ def _invert_by_write(read: Reader, node: Node) -> Value | str | None:
     return InversePermutation(permutation.order)
 
 
-def _invert_by_sort(read: Reader, node: Node) -> Value | None:
+def _invert_by_sort(read: Reader, node: Node) -> Value | str | None:
     permutation = read.value(node.args[0])
-    if isinstance(permutation, Permutation) and len(node.args) == 1 and not node.kwargs:
-        return InversePermutation(permutation.order)
-    return None
+    if not isinstance(permutation, Permutation):
+        return None
+    if any(arg is True for arg in node.args[1:]):
+        return f"{read.describe(node)} must sort the permutation in ascending order to invert it"
+    return InversePermutation(permutation.order)
 
 
 def _is_iota(read: Reader, arg: object) -> bool:

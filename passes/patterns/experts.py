@@ -38,18 +38,20 @@ def _gather(read: Reader, node: Node) -> Value | str | None:
     if isinstance(index, PerChoice) and not index.column and not read.dtype(index.of).is_floating_point:
         return SelectedByExpert(read.root(source), index.of, index.order)
     rows = read.value(source)
-    if isinstance(index, InversePermutation) and isinstance(rows, ExpertOutput):
-        if rows.order is not index.order:
-            return f"{read.describe(node)} undoes another permutation than the one that ordered the rows"
-        return dataclasses.replace(rows, order=None)
-    return None
+    if not isinstance(rows, ExpertOutput):
+        return None
+    if not isinstance(index, InversePermutation) or rows.order is not index.order:
+        return f"{read.describe(node)} must undo the permutation that ordered the rows, by its inverse"
+    return dataclasses.replace(rows, order=None)
 
 
-def _repeat_tokens(read: Reader, node: Node) -> Value | None:
+def _repeat_tokens(read: Reader, node: Node) -> Value | str | None:
     """x.repeat_interleave(K, dim=0): token rows in choice order."""
     source, repeats, axis = (*node.args, None)[:3]
     axis = node.kwargs.get("dim", axis)
-    if isinstance(source, Node) and read.dim(source) == 2 and isinstance(repeats, int) and axis in (0, -2):
+    if isinstance(source, Node) and read.dim(source) == 2 and axis in (0, -2):
+        if not isinstance(repeats, int):
+            return f"{read.describe(node)} must repeat each token a constant number of times"
         return TokenRows(read.root(source), order=None, top_k=repeats)
     return None
 
@@ -237,10 +239,11 @@ def _unit_axis(read: Reader, node: Node) -> Value | None:
 
 def _no_unit_axis(read: Reader, node: Node) -> Value | None:
     value = read.value(node.args[0])
-    if isinstance(value, (Hidden, ExpertOutput)) and value.unit_axis is not None:
-        if read.axis(node.args[0], node.args[1]) == value.unit_axis:
-            return dataclasses.replace(value, unit_axis=None)
-    return None
+    if not isinstance(value, (Hidden, ExpertOutput)) or value.unit_axis is None:
+        return None
+    if read.axis(node.args[0], node.args[1]) != value.unit_axis:
+        return None
+    return dataclasses.replace(value, unit_axis=None)
 
 
 EXPERTS = Spelling(

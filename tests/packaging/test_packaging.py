@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -53,10 +52,9 @@ def _venv(folder: Path) -> Path:
     """The Python of a new venv that finds this environment's packages after its own."""
     _run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
-    site_packages = Path(
-        _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    )
-    (site_packages / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    own = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    behind = [path for path in sys.path if path.endswith("site-packages")]
+    (Path(own) / "behind.pth").write_text("\n".join(behind) + "\n")
     return python
 
 

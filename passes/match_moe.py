@@ -13,10 +13,10 @@ from ..capture import AtenView
 from ..facts import ExpertsSpec, MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
 from .match_routing import RouterFound, find_router
-from .patterns import all_rules
+from .patterns import all_rules, spellings
 from .patterns.activations import recognize_gate
 from .region import closure, interfering_write, outside_reader
-from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, TokenRows
+from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
 
 _LAYER_VALUES = (*INNER_VALUES, Combined)
 # Gathered tokens may have other readers: they cost a gather, not the experts.
@@ -37,7 +37,7 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
             explained |= reached
             sinks = [sink for sink in reached if _is_sink(found, sink)]
             if len(sinks) == 1:
-                result = _match(found, sinks[0])
+                result = _match(found, node, sinks[0])
             else:
                 result = _refuse(found, node, _why_lost(found, reached, sinks))
         elif node in found.sentences and node not in explained and _is_expert_product(found, node):
@@ -56,8 +56,9 @@ def _reads(found: Interpretation, node: Node, kind: type) -> bool:
 
 def _is_expert_product(found: Interpretation, node: Node) -> bool:
     """A product with per-expert weights that no rule could place: the one thing in a graph that only experts have."""
-    name = str(node.target)
-    return "grouped_mm" in name or ("bmm" in name and not _reads(found, node, Hidden))
+    inputs = [found.reader.value(source) for source in node.all_input_nodes]
+    selects = any(isinstance(value, SelectedByExpert) and found.reader.dim(value.of) == 3 for value in inputs)
+    return "grouped_mm" in str(node.target) or (selects and not _reads(found, node, Hidden))
 
 
 def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passed: set[Node]) -> None:
@@ -130,7 +131,7 @@ def _cause(found: Interpretation, node: Node) -> str:
     return f"{read.describe(node)} has no meaning between the expert linears and the sum over choices"
 
 
-def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
+def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     read, view = found.reader, found.view
     sink = _past_repetitions(read, sink)
     combined = read.value(sink)
@@ -153,7 +154,7 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     symbols = tuple(number.symbol for number in gate.numbers if number.symbol is not None)
     return MoEMatch(
         layer=layer_name(view.origin[sink]),
-        spelling="batched_mm" if rows.order is None else "grouped_mm",
+        spelling=_spelling(head),
         x_TD=_dynamo(found, rows.x),
         ids_TK=_dynamo(found, ids),
         weights_TK=_dynamo(found, weights),
@@ -169,11 +170,17 @@ def _match(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
             num_experts=read.shape(gate_up.weight)[0],
         ),
         output=_dynamo(found, sink),
-        region=view.dynamo_nodes(region),
+        region=view.dynamo_nodes(region) - {_dynamo(found, node) for node in inputs},
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
         symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
     )
+
+
+def _spelling(head: Node) -> str:
+    """The name of the spelling that reads the first expert linear."""
+    linears = (each for each in spellings() if each.part == "expert linears")
+    return next(each.name for each in linears if any(head.target in rule.targets for rule in each.rules))
 
 
 def _past_repetitions(read: Reader, sink: Node) -> Node:

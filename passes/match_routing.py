@@ -63,7 +63,7 @@ def find_router(
         bias_E=dynamo[logits.bias] if logits.bias else None,
         correction_bias_E=dynamo[bias] if bias else None,
         spec=spec,
-        region=view.dynamo_nodes(region),
+        region=view.dynamo_nodes(region) - set(dynamo.values()),
     )
     numbers = (chosen.epsilon, chosen.scale)
     return RouterFound(router, tuple(n.symbol for n in numbers if n is not None and n.symbol is not None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..rule import Rule, Spelling
 from .batched_mm import BATCHED_MM
 from .choices import CHOICES
+from .einsum import EINSUM
 from .experts import EXPERTS
 from .grouped_mm import grouped_mm
 from .router_choice import ROUTER_CHOICE
@@ -16,7 +17,7 @@ from .router_scores import ROUTER_SCORES
 
 def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
-    return (CHOICES, grouped_mm(), BATCHED_MM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
+    return (CHOICES, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch.fx import Node
 
+from ...facts import WeightLayout
 from ..interpret import Reader, aten
 from ..rule import Rule, Spelling
 from ..values import ExpertLinear, ExpertOutput, Gated, Hidden, SelectedByExpert, TokenRows, Value
@@ -23,20 +26,26 @@ def _batched_product(read: Reader, node: Node) -> Value | str | None:
     unit_axis = 2 if selected is left else 1
     if rows.unit_axis != unit_axis or read.dim(selected.of) != 3:
         return f"{read.describe(node)} must multiply one row by one [E, a, b] matrix of its expert"
-    order = rows.order if isinstance(rows, TokenRows) else rows.hidden.rows.order
-    if selected.order is not order:
+    value = expert_linear(read, node, rows, selected, "out_in" if selected is left else "in_out")
+    return value if isinstance(value, str) else dataclasses.replace(value, unit_axis=unit_axis)
+
+
+def expert_linear(
+    read: Reader, node: Node, rows: TokenRows | Gated, selected: SelectedByExpert, layout: WeightLayout
+) -> Hidden | ExpertOutput | str:
+    """Each row times the matrix of its own expert: the first expert linear on tokens, the second on gated rows."""
+    tokens = rows if isinstance(rows, TokenRows) else rows.hidden.rows
+    if selected.order is not tokens.order:
         return f"{read.describe(node)} multiplies rows by weights of experts in another row order"
-    linear = ExpertLinear(selected.of, "out_in" if selected is left else "in_out")
-    if isinstance(rows, TokenRows):
-        if rows.top_k != read.shape(selected.ids)[1]:
-            return (
-                f"{read.describe(node)} repeats each token {rows.top_k} times "
-                f"for {read.shape(selected.ids)[1]} expert ids per token"
-            )
-        return Hidden(TokenRows(rows.x, rows.order, rows.top_k), selected.ids, linear, unit_axis)
-    if not read.same_tensor(selected.ids, rows.hidden.ids):
-        return f"{read.describe(node)} uses other expert ids than the first expert linear"
-    return ExpertOutput(rows.hidden, rows.expression, linear, order, unit_axis=unit_axis)
+    linear = ExpertLinear(selected.of, layout)
+    if isinstance(rows, Gated):
+        if not read.same_tensor(selected.ids, rows.hidden.ids):
+            return f"{read.describe(node)} uses other expert ids than the first expert linear"
+        return ExpertOutput(rows.hidden, rows.expression, linear, tokens.order)
+    choices = read.shape(selected.ids)[1]
+    if rows.top_k != choices:
+        return f"{read.describe(node)} repeats each token {rows.top_k} times for {choices} expert ids per token"
+    return Hidden(TokenRows(rows.x, rows.order, rows.top_k), selected.ids, linear)
 
 
 BATCHED_MM = Spelling(

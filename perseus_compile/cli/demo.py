@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Wide enough that the experts dominate: they hold 96 % of the parameters. In float64 the model needs 0.6 GB.
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 512,
     "moe_intermediate_size": 256,

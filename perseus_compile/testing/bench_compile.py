@@ -63,7 +63,7 @@ def _round(model: Any, *, perseus_first: bool) -> dict[str, float]:
 
 def _inductor_seconds(model: Any) -> float:
     seconds = 0.0
-    inductor = torch._dynamo.lookup_backend("inductor")
+    inductor: Callable[..., Any] = torch._dynamo.lookup_backend("inductor")
 
     def timed(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal seconds

@@ -57,5 +57,5 @@ def test_it_nearly_matches() -> None:
     report = compile_and_compare(changed(BatchedMM, linear=linear)())
     assert report.layers == []
     assert [refusal.reason for refusal in report.refusals] == [
-        "aten.einsum.default (einsum) must multiply one row by one [E, a, b] matrix of its expert, got 'rd,rfe->rf'"
+        "aten.einsum.default (hidden) must multiply one row by one [E, a, b] matrix of its expert, got 'rd,rfe->rf'"
     ]

@@ -14,12 +14,12 @@ from ..facts import MoEMatch, MoEPlan
 def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = False) -> Node:
     """Puts one perseus node in the place of ``match`` and erases what nobody reads any more.
 
-    What other nodes still read (ids, weights, counts, sizes) stays. ``check_ids``: the op checks the range of given
-    expert ids at run time. Returns the perseus node.
+    What other nodes still read (ids, weights, counts, sizes) stays. ``check_ids``: a node before ``perseus::experts``
+    checks the range of the ids at run time; a router inside the op chooses no others. Returns the perseus node.
     """
     target, args, kwargs = op_call(match, plan)
     if check_ids and plan.op == "experts":
-        kwargs["check_ids"] = True
+        args = (args[0], _checked(graph, match), *args[2:])
     # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
     output.op, output.target, output.args, output.kwargs = "call_function", target, args, kwargs
@@ -39,6 +39,13 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
     return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
+
+
+def _checked(graph: Graph, match: MoEMatch) -> Node:
+    with graph.inserting_before(match.output):
+        checked = graph.call_function(torch.ops.perseus.checked_ids.default, (match.ids_TK, match.spec.num_experts))
+    checked.meta["example_value"] = match.ids_TK.meta["example_value"]
+    return checked
 
 
 def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:

@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import ops  # noqa: F401  (registers torch.ops.perseus)
+from . import checked_ids, ops  # noqa: F401  (they register torch.ops.perseus)
 from .backend import compile, perseus
 from .errors import OptionError, PerseusError, UnsupportedMoE, VerificationError
 from .explain import explain

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "api/api.hpp"
+#include "host/aligned.hpp"
 #include "host/check.hpp"
 #include "host/dispatch.hpp"
 #include "host/parallel.hpp"
@@ -68,7 +68,7 @@ void run_linear(const LinearArgs& args) {
     // Panels lie in block order, so a block's panel starts after the rows of the blocks before it.
     std::vector<int64_t> panel_row(num_blocks + 1, 0);
     for (int64_t i = 0; i < num_blocks; ++i) panel_row[i + 1] = panel_row[i] + blocks[i].num_rows;
-    const std::unique_ptr<T[]> panels(new T[panel_row.back() * args.depth]);
+    const host::Aligned<T> panels(panel_row.back() * args.depth);
     host::parallel_for(num_blocks, args.num_threads, [&](int64_t i) {
         kernels.pack_rows(
             rows + blocks[i].first_row * args.depth, blocks[i].num_rows, args.depth,

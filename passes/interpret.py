@@ -111,7 +111,7 @@ class Reader:
     def describe(self, node: Node) -> str:
         """``node`` as refusals name it: the operator, and the node of Dynamo's graph that it comes from."""
         origin = self._view.origin.get(node, node)
-        if node.op != "call_function":
+        if node.op != "call_function" or node in self._view.opaque:
             return origin.name
         target = node.target if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", node.target)
         return f"{target} ({origin.name})"
@@ -175,13 +175,17 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
     for node in view.graph.nodes:
         if node.op != "call_function" or node in view.opaque:
             continue
+        # make_fx leaves no value on what autograd regenerates, such as views of a value after a write to its base.
+        if any(step.op == "call_function" and "val" not in step.meta for step in (node, *node.all_input_nodes)):
+            continue
         source = reader._record_root(node)
         if source is not None:
             value = reader.value(source)
             if value is not None:
                 reader._record(node, value)
             continue
-        target, problem = _functional_target(node)
+        target = functional_form(node)
+        problem = _write_problem(node) if target is not node.target else None
         for rule in by_target.get(target, ()):
             answer = rule.derive(reader, node) if problem is None else problem
             if isinstance(answer, str):
@@ -193,27 +197,23 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
     return Interpretation(view, reader, sentences)
 
 
-def _functional_target(node: Node) -> tuple[Any, str | None]:
-    """The overload that ``node`` amounts to, and why it cannot be read so, if it cannot.
-
-    An in-place operator counts as its functional form where nobody else can see the write: the written value was born
-    in the graph, is no view, and is read by nobody after the write but through the writing node.
-    """
+def functional_form(node: Node) -> Any:
+    """The overload that ``node`` amounts to: that of ``add`` for ``add_``, its own for what does not write in place."""
     target = node.target
     if not isinstance(target, OpOverload):
-        return target, None
+        return target
     name = target._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__"):
-        return target, None
-    name = name.removesuffix("_")
-    packet = getattr(aten, name, None)
-    overload = getattr(packet, target._overloadname, None)
-    if overload is None:
-        return target, None
-    return overload, _write_problem(node)
+        return target
+    return getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, target)
 
 
 def _write_problem(node: Node) -> str | None:
+    """Why an in-place operator cannot be read as its functional form, if it cannot.
+
+    It can where nobody else sees the write: the written value was born in the graph, is no view, and is read by nobody
+    after the write but through the writing node.
+    """
     written = node.args[0]
     if not isinstance(written, Node) or written.op != "call_function":
         return f"{node.target} writes to an input of the graph"

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..capture import AtenView
 from ..facts import ExpertsSpec, MoEMatch, Refusal
-from .interpret import Interpretation, Reader, aten, interpret
+from .interpret import Interpretation, aten, interpret
 from .match_routing import RouterFound, find_router
 from .patterns import all_rules, spellings
 from .patterns.activations import recognize_gate
@@ -133,7 +133,7 @@ def _cause(found: Interpretation, node: Node) -> str:
 
 def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     read, view = found.reader, found.view
-    sink = _past_repetitions(read, sink)
+    sink = _past_repetitions(found, sink)
     combined = read.value(sink)
     assert isinstance(combined, Combined)
     output = combined.output
@@ -183,9 +183,13 @@ def _spelling(head: Node) -> str:
     return next(each.name for each in linears if any(head.target in rule.targets for rule in each.rules))
 
 
-def _past_repetitions(read: Reader, sink: Node) -> Node:
-    """The last node that only hands the sum on, such as a cast to the dtype that it has."""
-    while len(sink.users) == 1 and read.root(user := next(iter(sink.users))) is read.root(sink):
+def _past_repetitions(found: Interpretation, sink: Node) -> Node:
+    """The last node that only hands the sum on in the same mode, such as a cast to the dtype that it has."""
+    view, root = found.view, found.reader.root(sink)
+    while len(sink.users) == 1:
+        user = next(iter(sink.users))
+        if found.reader.root(user) is not root or view.state[view.origin[user]] != view.state[view.origin[sink]]:
+            break
         sink = user
     return sink
 
@@ -232,15 +236,17 @@ def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], 
     state = view.state[view.origin[sink]]
     if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
         return "it runs under torch.autocast"
+    if state.transform:
+        return "it runs under a transform of torch.func"
     if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
-        return "its nodes run under different gradient modes"
+        return "its nodes run under different gradient or autocast modes"
     inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
     # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
     inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
     if write := interfering_write(view, region, inputs):
-        return f"{read.describe(write)} writes in place to what the layer reads or computes before it is summed"
+        return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
     missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
     if missing:
         return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"

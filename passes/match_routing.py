@@ -53,7 +53,7 @@ def find_router(
     if any(view.state[view.origin[node]] != state for node in closure((weights,), [*inputs, ids])):
         return "the router runs under another gradient mode or autocast than the experts"
     if write := interfering_write(view, region | experts_region, inputs):
-        return f"{read.describe(write)} writes in place to what the router reads before the experts have run"
+        return f"{read.describe(write)} may write in place to what the router reads before the experts have run"
     dynamo = {node: found.dynamo_value(node) for node in inputs}
     if None in dynamo.values():
         return "an input of the router exists only inside one of Dynamo's nodes"
@@ -123,5 +123,9 @@ def _unknown_step(found: Interpretation, routing: Node, x: Node) -> str:
             if unknown and not read.same_tensor(source, x):
                 steps.append(source)
                 pending.append(source)
-    known = [node for node in steps if any(read.value(source) is not None for source in node.all_input_nodes)]
-    return f"{read.describe(min(known or steps[:1]))} is not a known step of a router"
+    nearest = [node for node in steps if any(_is_known(read, source, x) for source in node.all_input_nodes)]
+    return f"{read.describe(min(nearest or steps[:1]))} is not a known step of a router"
+
+
+def _is_known(read: Reader, node: Node, x: Node) -> bool:
+    return read.value(node) is not None or (read.dim(node) >= 0 and read.same_tensor(node, x))

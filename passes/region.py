@@ -31,8 +31,8 @@ def closure(outputs: Iterable[Node], inputs: Iterable[Node]) -> frozenset[Node]:
 
 
 def outside_reader(nodes: Iterable[Node], region: frozenset[Node]) -> tuple[Node, Node] | None:
-    """A node of ``nodes`` and a live node outside ``region`` that reads it, if there is one."""
-    for node in nodes:
+    """The first of ``nodes`` that a live node outside ``region`` reads, and that reader, if there is one."""
+    for node in sorted(nodes):
         for user in node.users:
             if user not in region and _is_live(user) and _carries_tensors(user):
                 return node, user
@@ -70,12 +70,19 @@ def _storages(node: Node) -> frozenset[int]:
     """Identities of the storages under ``node``. Fake values share storage exactly where the real ones do."""
     if node.op == "get_attr":  # a tensor that was not traced, such as x.data
         return _storages_of(getattr(node.graph.owning_module, str(node.target), None))
-    return _storages_of(node.meta.get("val"))
+    if "val" not in node.meta:  # a view that autograd regenerated
+        return frozenset().union(*map(_storages, node.all_input_nodes))
+    return _storages_of(node.meta["val"])
 
 
 def _storages_of(value: object) -> frozenset[int]:
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided)
+    storages = set()
+    for tensor in pytree.tree_leaves(value):
+        while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            storages.add(tensor.untyped_storage()._cdata)
+    return frozenset(storages)
 
 
 def _carries_tensors(node: Node) -> bool:

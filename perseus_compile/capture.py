@@ -34,6 +34,7 @@ class ExecutionState:
     grad: bool
     inference_depth: int
     autocast: bool
+    transform: bool  # under vmap, grad, jvp and the like of torch.func
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,8 @@ def aten_view(gm: GraphModule) -> AtenView:
         try:
             view = make_fx(tracer.run, pre_dispatch=True)(*values)
         except Exception as error:
-            raise CaptureError(f"tracing the graph to ATen failed: {type(error).__name__}: {error}") from error
+            what = next(iter(str(error).splitlines()), "")  # torch appends the stack of the node
+            raise CaptureError(f"tracing the graph to ATen failed: {type(error).__name__}: {what}") from error
     return tracer.finish(view, placeholders)
 
 
@@ -124,6 +126,7 @@ class _ViewTracer(Interpreter):
         self._grad = torch.is_grad_enabled()  # Dynamo restores the mode of the graph's start for its backend
         self._inference_depth = 0
         self._autocast_depth = 0
+        self._transform_depth = 0
 
     def run_node(self, n: Node) -> Any:
         self._track_state(n)
@@ -153,7 +156,13 @@ class _ViewTracer(Interpreter):
             self._autocast_depth += 1
         elif name == "_exit_autocast":
             self._autocast_depth -= 1
-        self._state[n] = ExecutionState(self._grad, self._inference_depth, self._autocast_depth > 0)
+        elif name.endswith(("_increment_nesting", "_enter_dual_level")):
+            self._transform_depth += 1
+        elif name.endswith(("_decrement_nesting", "_exit_dual_level")):
+            self._transform_depth -= 1
+        self._state[n] = ExecutionState(
+            self._grad, self._inference_depth, self._autocast_depth > 0, self._transform_depth > 0
+        )
 
     def _run_or_make_opaque(self, n: Node) -> Any:
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):

@@ -89,20 +89,21 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     process has compiled are compiled again at their next call. Without it, a frame that Dynamo gave up on before
     would show no break, and one it gives up on here would stay in Python after ``prepare(model)``.
     """
+    model = model._orig_mod if isinstance(model, OptimizedModule) else model
     modules = find_moe_modules(model) if isinstance(model, nn.Module) else []
     graphs, breaks = _observe(model, args, kwargs)
-    around = [layers_around(record.stack, modules) for record in breaks]
+    cut = [layers_around(record.stack, modules) for record in breaks]
     remaining = {record.stack[-1] for record in breaks}
-    if any(layers and not _can_prepare(model, layers) for layers in around):
+    if any(inside and not _can_prepare(model, inside) for inside in cut):
         # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
         with contextlib.suppress(Exception), torch._dynamo.config.patch(_CAPTURE_SETTINGS):
             remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
     layers = tuple(_explained_layers(graphs))
     return Report(
-        layers=(*layers, *_not_found(modules, layers, cut=[layer for cut in around for layer in cut])),
+        layers=(*layers, *_not_found(modules, layers, cut=[module for inside in cut for module in inside])),
         graph_breaks=tuple(
-            _explained_break(record, layers, _advice(model, layers, record.stack[-1] in remaining))
-            for record, layers in zip(breaks, around, strict=True)
+            _explained_break(record, inside, _advice(model, inside, record.stack[-1] in remaining))
+            for record, inside in zip(breaks, cut, strict=True)
         ),
         num_graphs=len(graphs),
         num_moe_modules=len(modules),
@@ -112,26 +113,20 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 def _observe(
     model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[observe.GraphReport], list[RecordedBreak]]:
-    with (
-        _uncompiled(model) as original,
-        fresh_dynamo(),
-        record_graph_breaks() as breaks,
-        observe.collect() as graphs,
-    ):
-        torch.compile(original, backend=perseus, options={"inner": "eager"})(*args, **kwargs)
+    with _uncompiled(model), fresh_dynamo(), record_graph_breaks() as breaks, observe.collect() as graphs:
+        torch.compile(model, backend=perseus, options={"inner": "eager"})(*args, **kwargs)
         return list(graphs), breaks()
 
 
 @contextlib.contextmanager
-def _uncompiled(model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The model as it was before ``torch.compile(model)`` or ``model.compile()``; those come back at the end."""
-    original = model._orig_mod if isinstance(model, OptimizedModule) else model
-    modules = list(original.modules()) if isinstance(original, nn.Module) else []
+def _uncompiled(model: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the model is as it was before ``model.compile()``."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     compiled = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
     for module, _ in compiled:
         module._compiled_call_impl = None
     try:
-        yield original
+        yield
     finally:
         for module, call in compiled:
             module._compiled_call_impl = call

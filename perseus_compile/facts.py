@@ -128,5 +128,5 @@ class KernelSpec:
     dtype: torch.dtype  # of x, the expert weights and biases, and of every GEMM
     combine_dtype: torch.dtype  # the weighted sum over the chosen experts is made in it
     num_local_experts: int  # experts whose weights are passed
-    few_rows: int  # an expert with at most so many rows takes the few-row loops, others a GEMM; 0: always a GEMM
+    few_rows: int  # an expert with at most so many rows runs in the few-row loops, others as a GEMM; 0: always a GEMM
     experts: ExpertsSpec

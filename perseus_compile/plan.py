@@ -52,13 +52,16 @@ def _illegal_experts(match: MoEMatch) -> str | None:
     """Why ``perseus::experts`` would raise on this layer, if it would: code that runs must not stop to run."""
     tokens = (match.x_TD, match.ids_TK, match.weights_TK)
     whole = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
-    args = ExpertsArgs(*(token_arg(_value(node)) for node in tokens), *(_whole_arg(node) for node in whole))
+    args = ExpertsArgs._make([*(token_arg(_value(node)) for node in tokens), *(_whole_arg(node) for node in whole)])
     return _error_of(lambda: check_experts(args, match.spec))
 
 
 def _illegal_router(match: MoEMatch, router: RouterMatch) -> str | None:
-    whole = (router.weight_ED, router.bias_E, router.correction_bias_E)
-    args = RouterArgs(token_arg(_value(match.x_TD)), *(_whole_arg(node) for node in whole))
+    weight = whole_arg(_value(router.weight_ED))
+    assert weight is not None, "whole_arg answers None for None alone"
+    args = RouterArgs(
+        token_arg(_value(match.x_TD)), weight, _whole_arg(router.bias_E), _whole_arg(router.correction_bias_E)
+    )
     return _error_of(lambda: check_routing(args, router.spec, match.spec.num_experts))
 
 

@@ -13,20 +13,19 @@ namespace py = pybind11;
 namespace perseus::api {
 namespace {
 
-// Writes the sort of num_tokens * num_choices rows; returns [(local expert, first slot, end slot)] of the hit experts.
+// Returns [(local expert, first slot, end slot)] of the experts that have rows.
 py::list sort_by_expert(
     uintptr_t ids_address, int id_bytes, int64_t num_tokens, int64_t num_choices, int64_t first_expert,
-    int64_t num_local, uintptr_t offsets_address, uintptr_t tokens_address, uintptr_t rows_address,
-    uintptr_t slots_address) {
+    int64_t num_local, uintptr_t table_address) {
     PERSEUS_CHECK(id_bytes == 4 || id_bytes == 8, "ids must be int32 or int64, got ", id_bytes, " bytes per id; cast them");
     PERSEUS_CHECK(
         num_tokens >= 0 && num_choices >= 0 && num_local >= 0, "sizes must not be negative, got num_tokens=", num_tokens,
         ", num_choices=", num_choices, ", num_local=", num_local, "; pass the shape of ids and of the local weights");
     const int64_t num_rows = num_tokens * num_choices;
-    auto* offsets = reinterpret_cast<int64_t*>(offsets_address);
-    auto* tokens = reinterpret_cast<int64_t*>(tokens_address);
-    auto* rows = reinterpret_cast<int64_t*>(rows_address);
-    auto* slots = reinterpret_cast<int64_t*>(slots_address);
+    auto* const offsets = reinterpret_cast<int64_t*>(table_address);
+    int64_t* const tokens = offsets + num_local + 1;
+    int64_t* const rows = tokens + num_rows;
+    int64_t* const slots = rows + num_rows;
     const auto cursors = std::make_unique<int64_t[]>(num_local);
     const auto sort = [&](const auto* ids) {
         schedule::segment_offsets(ids, num_rows, first_expert, num_local, offsets);
@@ -51,12 +50,12 @@ py::list sort_by_expert(
 void register_routing(py::module_& m) {
     m.def(
         "sort_by_expert", &sort_by_expert, py::kw_only{}, py::arg("ids"), py::arg("id_bytes"), py::arg("num_tokens"),
-        py::arg("num_choices"), py::arg("first_expert"), py::arg("num_local"), py::arg("offsets"), py::arg("tokens"),
-        py::arg("rows"), py::arg("slots"),
+        py::arg("num_choices"), py::arg("first_expert"), py::arg("num_local"), py::arg("table"),
         "Stable counting sort of (token, choice) rows by local expert; rows of other experts are skipped.\n\n"
-        "ids: address of [num_tokens, num_choices] int32 or int64. Written, all int64: offsets [num_local + 1]; tokens\n"
-        "and rows [num_tokens * num_choices], by slot, up to offsets[num_local]; slots [num_tokens * num_choices], by\n"
-        "row, -1 for a skipped one. Returns [(local expert, first slot, end slot)] of the experts that have rows.");
+        "ids: address of dense int32 or int64 [num_tokens, num_choices]. table: address of int64, written: offsets\n"
+        "[num_local + 1], the segment of each expert; then three arrays of num_tokens * num_choices: the token and the row\n"
+        "of each slot (up to offsets[num_local]), and the slot of each row (-1 for a skipped one).\n"
+        "Returns [(local expert, first slot, end slot)] of the experts that have rows.");
 }
 
 }  // namespace perseus::api

@@ -1,12 +1,16 @@
-// Which inner loops does this CPU run? One table per instruction set and element type, chosen once at run time.
+// Which inner loops does this CPU run? One table per instruction set and element type; the best one is chosen at run time.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "host/check.hpp"
 
 namespace perseus::host {
 
@@ -22,6 +26,7 @@ inline float widen(BFloat16 value) {
     return wide;
 }
 
+// Rounds to nearest, ties to even; a NaN stays a NaN.
 inline void narrow(float* to, float value) { *to = value; }
 inline void narrow(BFloat16* to, float value) {
     uint32_t bits;
@@ -32,12 +37,20 @@ inline void narrow(BFloat16* to, float value) {
 
 constexpr int kMaxTileRows = 8;
 
+// out[m][n] = sum over depth of row m times weight n, for [rows - 1] rows: (panel, weight, ldw, depth, num_outs, out, ldo).
+template <typename Panel, typename T>
+using OutsFn = void (*)(const Panel*, const T*, int64_t, int64_t, int64_t, T*, int64_t);
+// (one pointer per row, num_rows, depth, panel)
+template <typename Panel, typename T>
+using PackFn = void (*)(const T* const*, int64_t, int64_t, Panel*);
+
 template <typename T>
 struct Kernels {
-    // [rows - 1]: (panel, weight, ldw, depth, num_outs, out, ldo)
-    void (*tile[kMaxTileRows])(const T*, const T*, int64_t, int64_t, int64_t, T*, int64_t);
-    // (rows, num_rows, depth, panel)
-    void (*pack_rows)(const T*, int64_t, int64_t, T*);
+    const char* name;
+    OutsFn<T, T> dot_outs[kMaxTileRows];
+    PackFn<T, T> dot_pack;
+    OutsFn<float, T> outer_outs[kMaxTileRows];
+    PackFn<float, T> outer_pack;
     // (rows, slots, weights, num_choices, width, out)
     void (*combine_token)(const T*, const int64_t*, const float*, int64_t, int64_t, T*);
 };
@@ -78,21 +91,38 @@ namespace avx512_bf16 {
 #endif
 #undef PERSEUS_BF16_DOT
 
+// The tables that this CPU can run, best first.
 template <typename T>
-const Kernels<T>& best_kernels() {
+const std::vector<Kernels<T>>& usable_kernels() {
+    static const std::vector<Kernels<T>> tables = [] {
+        std::vector<Kernels<T>> usable;
 #if defined(__x86_64__)
-    static const Kernels<T> kernels = [] {
-        const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        if (has_avx512 && __builtin_cpu_supports("avx512bf16")) return avx512_bf16::make_kernels<T>();
-        if (has_avx512) return avx512::make_kernels<T>();
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::make_kernels<T>();
-        return baseline::make_kernels<T>();
-    }();
-#else
-    static const Kernels<T> kernels = baseline::make_kernels<T>();
+        if (has_avx512 && __builtin_cpu_supports("avx512bf16")) {
+            usable.push_back(avx512_bf16::make_kernels<T>("avx512_bf16"));
+        }
+        if (has_avx512) usable.push_back(avx512::make_kernels<T>("avx512"));
+        if (has_avx2) usable.push_back(avx2::make_kernels<T>("avx2"));
 #endif
-    return kernels;
+        usable.push_back(baseline::make_kernels<T>("baseline"));
+        return usable;
+    }();
+    return tables;
+}
+
+// The table of that name; an empty name is the best one.
+template <typename T>
+const Kernels<T>& kernels(const std::string& name) {
+    const std::vector<Kernels<T>>& tables = usable_kernels<T>();
+    if (name.empty()) return tables.front();
+    std::string names;
+    for (const Kernels<T>& table : tables) {
+        if (name == table.name) return table;
+        names += (names.empty() ? "" : ", ") + std::string(table.name);
+    }
+    fail("instruction_set must be one that this CPU runs (", names, "), got ", name, "; pass '' for the best one");
 }
 
 }  // namespace perseus::host

@@ -1,4 +1,4 @@
-// The inner loops of the CPU path for one instruction set: few-row linear maps and the weighted combine.
+// The inner loops of the CPU path for one instruction set: linear maps of few rows, and the weighted combine.
 //
 // No include guard: host/dispatch.hpp includes this file once per instruction set, each time inside another namespace,
 // and picks one of the resulting tables at run time. It sets
@@ -12,8 +12,6 @@
 #define PERSEUS_INLINE PERSEUS_TARGET inline __attribute__((always_inline))
 
 constexpr int kLanes = PERSEUS_LANES;
-// Weights are prefetched so far ahead: about one memory latency at full bandwidth.
-constexpr int kPrefetchBytes = 8192;
 
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
 typedef float Quad __attribute__((vector_size(4 * sizeof(float))));
@@ -36,7 +34,7 @@ PERSEUS_INLINE Words round_to_upper_half(Floats value) {
     return ((rounded & ~is_nan) | (is_nan & 0x7fc00000u)) & 0xffff0000u;
 }
 
-// One register of kCount elements, as floats.
+// One register of elements, as floats.
 template <typename T>
 struct Pack;
 
@@ -78,52 +76,57 @@ struct Pack<BFloat16> {
     }
 };
 
-// What the dot products of a tile load. With AVX512-BF16 pairs of bfloat16 are multiplied and added in one instruction.
+// What dot products load.
+template <typename T>
+struct DotPack {
+    using Type = Pack<T>;
+};
 #if PERSEUS_BF16_DOT
-struct Pairs {
+struct Bf16Pairs {
     static constexpr int kCount = 2 * kLanes;
     __m512bh all;
 
     PERSEUS_INLINE void load(const BFloat16* from) { std::memcpy(&all, from, sizeof(all)); }
-    PERSEUS_INLINE static void dot(Floats& sum, const Pairs& a, const Pairs& b) {
+    PERSEUS_INLINE static void dot(Floats& sum, const Bf16Pairs& a, const Bf16Pairs& b) {
         sum = _mm512_dpbf16_ps(sum, a.all, b.all);
     }
 };
-template <typename T>
-struct DotOf { using Type = Pack<T>; };
 template <>
-struct DotOf<BFloat16> { using Type = Pairs; };
-#else
-template <typename T>
-struct DotOf { using Type = Pack<T>; };
+struct DotPack<BFloat16> {
+    using Type = Bf16Pairs;
+};
 #endif
 template <typename T>
-using Dot = typename DotOf<T>::Type;
+using Dot = typename DotPack<T>::Type;
 
-// Rows are packed into a panel so that a tile reads them front to back: [depth / step][row][step], then [row][rest].
+// ---- Weights contiguous along depth: every output is a dot product -------------------------------------------------
+
+// The rows are packed into a panel that a tile reads front to back: [depth / step][row][step], then [row][rest].
 // Rows a power of two apart would otherwise fall into the same few cache sets.
 template <typename T>
-PERSEUS_INLINE int64_t panel_index(int64_t num_rows, int64_t depth, int64_t row, int64_t k) {
+PERSEUS_INLINE int64_t dot_panel_index(int64_t num_rows, int64_t depth, int64_t row, int64_t k) {
     const int64_t first = k / Dot<T>::kCount * Dot<T>::kCount;
     const int64_t count = depth - first < Dot<T>::kCount ? depth - first : Dot<T>::kCount;
     return first * num_rows + row * count + (k - first);
 }
 
 template <typename T>
-PERSEUS_TARGET void pack_rows(const T* rows, int64_t num_rows, int64_t depth, T* panel) {
+PERSEUS_TARGET void dot_pack(const T* const* rows, int64_t num_rows, int64_t depth, T* panel) {
     for (int64_t k = 0; k < depth; k += Dot<T>::kCount) {
         const int64_t count = depth - k < Dot<T>::kCount ? depth - k : Dot<T>::kCount;
         for (int64_t m = 0; m < num_rows; ++m) {
-            std::memcpy(panel + panel_index<T>(num_rows, depth, m, k), rows + m * depth + k, count * sizeof(T));
+            std::memcpy(panel + dot_panel_index<T>(num_rows, depth, m, k), rows[m] + k, count * sizeof(T));
         }
     }
 }
 
-// kRows rows times kOuts weight rows, both contiguous along depth. kChains sums per output hide the latency of the adds.
-//   panel: the rows as pack_rows leaves them.  weight: [kOuts, depth], row stride ldw.  out: [kRows, kOuts], stride ldo.
+// kRows rows times kOuts weight rows. kChains sums per output hide the latency of the adds.
+//   weight: [kOuts, depth], row stride ldw.  out: [kRows, kOuts], row stride ldo.
 template <typename T, int kRows, int kOuts, int kChains>
-PERSEUS_INLINE void tile(const T* panel, const T* weight, int64_t ldw, int64_t depth, T* out, int64_t ldo) {
+PERSEUS_INLINE void dot_tile(const T* panel, const T* weight, int64_t ldw, int64_t depth, T* out, int64_t ldo) {
     constexpr int kStep = Dot<T>::kCount;
+    // About one memory latency at full bandwidth.
+    constexpr int kPrefetchBytes = 8192;
     Floats sums[kRows][kOuts][kChains] = {};
     int64_t k = 0;
     while (k + kStep * kChains <= depth) {
@@ -152,36 +155,102 @@ PERSEUS_INLINE void tile(const T* panel, const T* weight, int64_t ldw, int64_t d
             for (int chain = 1; chain < kChains; ++chain) total += sums[m][n][chain];
             float sum = sum_lanes(total);
             for (int64_t i = k; i < depth; ++i) {
-                sum += widen(panel[panel_index<T>(kRows, depth, m, i)]) * widen(weight[n * ldw + i]);
+                sum += widen(panel[dot_panel_index<T>(kRows, depth, m, i)]) * widen(weight[n * ldw + i]);
             }
             narrow(out + m * ldo + n, sum);
         }
     }
 }
 
-// num_outs outputs of kRows rows.
 template <typename T, int kRows>
-PERSEUS_TARGET void tile_outs(
+PERSEUS_TARGET void dot_outs(
     const T* panel, const T* weight, int64_t ldw, int64_t depth, int64_t num_outs, T* out, int64_t ldo) {
     // One weight row at a time keeps the weights one sequential stream, which runs at 85-100 % of a plain read up to
     // 6 rows; from there on the panel is read too often and two weight rows share it. (bfloat16 and float32, depths 512
     // and 1024, EPYC 9005 with AVX-512, one core, measured 2026-11-30)
     constexpr int kOuts = kRows <= 6 ? 1 : 2;
-    constexpr int kChains = kRows <= 2 ? 2 : 1;
+    constexpr int kChains = kRows == 1 ? 2 : 1;
     int64_t n = 0;
     for (; n + kOuts <= num_outs; n += kOuts) {
-        tile<T, kRows, kOuts, kChains>(panel, weight + n * ldw, ldw, depth, out + n, ldo);
+        dot_tile<T, kRows, kOuts, kChains>(panel, weight + n * ldw, ldw, depth, out + n, ldo);
     }
-    for (; n < num_outs; ++n) tile<T, kRows, 1, 1>(panel, weight + n * ldw, ldw, depth, out + n, ldo);
+    for (; n < num_outs; ++n) dot_tile<T, kRows, 1, 1>(panel, weight + n * ldw, ldw, depth, out + n, ldo);
 }
+
+// ---- Weights contiguous along the outputs: the outputs are a sum of outer products ---------------------------------
+
+// The rows as floats, transposed: [depth][row].
+template <typename T>
+PERSEUS_TARGET void outer_pack(const T* const* rows, int64_t num_rows, int64_t depth, float* panel) {
+    for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t m = 0; m < num_rows; ++m) panel[k * num_rows + m] = widen(rows[m][k]);
+    }
+}
+
+// kRows rows times kPacks registers of neighbouring outputs.
+//   weight: [depth, outputs], row stride ldw.  out: [kRows, outputs], row stride ldo.
+template <typename T, int kRows, int kPacks>
+PERSEUS_INLINE void outer_tile(const float* panel, const T* weight, int64_t ldw, int64_t depth, T* out, int64_t ldo) {
+    constexpr int kPrefetchDepths = 32;
+    Pack<T> sums[kRows][kPacks];
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+        for (int n = 0; n < kPacks; ++n) sums[m][n].clear();
+    }
+    for (int64_t k = 0; k < depth; ++k) {
+        Pack<T> weights[kPacks];
+#pragma GCC unroll 8
+        for (int n = 0; n < kPacks; ++n) {
+            weights[n].load(weight + k * ldw + n * Pack<T>::kCount);
+            __builtin_prefetch(weight + (k + kPrefetchDepths) * ldw + n * Pack<T>::kCount);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+            for (int n = 0; n < kPacks; ++n) sums[m][n].add_scaled(weights[n], panel[k * kRows + m]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+        for (int n = 0; n < kPacks; ++n) sums[m][n].store(out + m * ldo + n * Pack<T>::kCount);
+    }
+}
+
+template <typename T, int kRows>
+PERSEUS_TARGET void outer_outs(
+    const float* panel, const T* weight, int64_t ldw, int64_t depth, int64_t num_outs, T* out, int64_t ldo) {
+    // As many outputs as the registers hold sums of (at most 24 of 32), so that each weight row is read in long runs.
+    constexpr int kSumsPerPack = kRows * sizeof(Pack<T>) / sizeof(Floats);
+    constexpr int kPacks = kSumsPerPack <= 2 ? 8 : kSumsPerPack <= 5 ? 4 : kSumsPerPack <= 11 ? 2 : 1;
+    constexpr int64_t kWide = kPacks * Pack<T>::kCount;
+    int64_t n = 0;
+    for (; n + kWide <= num_outs; n += kWide) {
+        outer_tile<T, kRows, kPacks>(panel, weight + n, ldw, depth, out + n, ldo);
+    }
+    for (; n + Pack<T>::kCount <= num_outs; n += Pack<T>::kCount) {
+        outer_tile<T, kRows, 1>(panel, weight + n, ldw, depth, out + n, ldo);
+    }
+    for (; n < num_outs; ++n) {
+        for (int m = 0; m < kRows; ++m) {
+            float sum = 0;
+            for (int64_t k = 0; k < depth; ++k) sum += panel[k * kRows + m] * widen(weight[k * ldw + n]);
+            narrow(out + m * ldo + n, sum);
+        }
+    }
+}
+
+// ---- Combine -------------------------------------------------------------------------------------------------------
 
 // One token: out = sum over choices, in choice order, of weights[choice] * rows[slots[choice]]; foreign choices skipped.
 template <typename T>
-PERSEUS_TARGET void combine_token(const T* rows, const int64_t* slots, const float* weights, int64_t num_choices, int64_t width, T* out) {
+PERSEUS_TARGET void combine_token(
+    const T* rows, const int64_t* slots, const float* weights, int64_t num_choices, int64_t width, T* out) {
     constexpr int kPacks = 4;
-    constexpr int64_t kBlock = kPacks * Pack<T>::kCount;
+    constexpr int64_t kWide = kPacks * Pack<T>::kCount;
     int64_t d = 0;
-    for (; d + kBlock <= width; d += kBlock) {
+    for (; d + kWide <= width; d += kWide) {
         Pack<T> sums[kPacks];
         for (int i = 0; i < kPacks; ++i) sums[i].clear();
         for (int64_t choice = 0; choice < num_choices; ++choice) {
@@ -205,11 +274,15 @@ PERSEUS_TARGET void combine_token(const T* rows, const int64_t* slots, const flo
 }
 
 template <typename T>
-constexpr Kernels<T> make_kernels() {
+constexpr Kernels<T> make_kernels(const char* name) {
     return {
-        {tile_outs<T, 1>, tile_outs<T, 2>, tile_outs<T, 3>, tile_outs<T, 4>, tile_outs<T, 5>, tile_outs<T, 6>,
-         tile_outs<T, 7>, tile_outs<T, 8>},
-        pack_rows<T>,
+        name,
+        {dot_outs<T, 1>, dot_outs<T, 2>, dot_outs<T, 3>, dot_outs<T, 4>, dot_outs<T, 5>, dot_outs<T, 6>, dot_outs<T, 7>,
+         dot_outs<T, 8>},
+        dot_pack<T>,
+        {outer_outs<T, 1>, outer_outs<T, 2>, outer_outs<T, 3>, outer_outs<T, 4>, outer_outs<T, 5>, outer_outs<T, 6>,
+         outer_outs<T, 7>, outer_outs<T, 8>},
+        outer_pack<T>,
         combine_token<T>,
     };
 }

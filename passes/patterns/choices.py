@@ -51,7 +51,8 @@ def _sort(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} sorts ids that are not in choice order"
     if node.kwargs.get("descending") or any(arg is True for arg in node.args[1:]):
         return f"{read.describe(node)} must sort expert ids in ascending order"
-    return SortResult(flat.of, node) if node.target is not aten.argsort.default else Permutation(node)
+    is_pair = node.target in (aten.sort.default, aten.sort.stable)
+    return SortResult(flat.of, node) if is_pair else Permutation(node)
 
 
 def _sorted_part(read: Reader, node: Node) -> Value | None:

@@ -8,7 +8,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import Reader, aten, functional_form
 from ..rule import Rule, Spelling
 from ..values import (
     ChoiceGrid,
@@ -146,15 +146,16 @@ def _elementwise(read: Reader, node: Node) -> Value | str | None:
 
 
 def _expression(read: Reader, node: Node) -> Expression:
-    if node.target in _UNARY:
-        name = _UNARY[node.target]
+    target = functional_form(node)
+    if target in _UNARY:
+        name = _UNARY[target]
         if name == "gelu" and node.kwargs.get("approximate", "none") == "tanh":
             name = "gelu_tanh"
         return (name, _operand(read, node.args[0]))
-    if node.target in _BINARY and node.kwargs.get("alpha", 1) == 1:
+    if target in _BINARY and node.kwargs.get("alpha", 1) == 1:
         operands = (_operand(read, node.args[0]), _operand(read, node.args[1]))
-        return (_BINARY[node.target], *operands) if None not in operands else None
-    if node.target is aten.clamp.default:
+        return (_BINARY[target], *operands) if None not in operands else None
+    if target is aten.clamp.default:
         low, high = (*node.args[1:], None, None)[:2]
         bounds = [read.number(bound) for bound in (low, high)]
         if any(bound is None and arg is not None for bound, arg in zip(bounds, (low, high), strict=True)):
@@ -196,6 +197,8 @@ def _widen(read: Reader, node: Node) -> Value | str | None:
     final = isinstance(value, Combined) and after == read.dtype(output.hidden.rows.x)
     if final or torch.promote_types(before, after) == after:
         return value
+    if isinstance(value, Combined):
+        return f"{read.describe(node)} casts the sum to {after}, the tokens are {read.dtype(output.hidden.rows.x)}"
     return f"{read.describe(node)} rounds expert outputs to {after} before they are summed"
 
 

@@ -150,6 +150,14 @@ def test_compiled_model_stays_compiled_and_counters_stay() -> None:
     assert len(calls) == 1
 
 
+def test_compiled_copy_is_explained_under_the_names_of_the_model() -> None:
+    report = _explain(torch.compile(tiny_causal_lm("qwen3_moe"), backend="eager"), TOKENS)
+    assert [(row.layer, row.status) for row in report.layers] == [
+        ("model.layers.0.mlp.experts", "rewritten"),
+        ("model.layers.1.mlp.experts", "rewritten"),
+    ]
+
+
 def test_report_is_text_dict_and_json() -> None:
     report = _explain(tiny_causal_lm("qwen3_moe", num_layers=1), TOKENS)
     assert json.loads(report.to_json()) == json.loads(json.dumps(report.to_dict()))

@@ -1,0 +1,188 @@
+"""In-place writes around and inside a layer: what it reads or computes must be what the rewritten op would read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from near_miss import Case, check, layer_of
+from spellings import BatchedMM, Experts, GroupedMM, grouped_sigmoid_router
+from torch import Tensor, nn
+
+
+def correction(layer: Any) -> None:
+    layer.correction = nn.Parameter(torch.randn(layer.num_experts))
+
+
+def after_routing(write: Any, spelling: type[Experts] = BatchedMM) -> Any:
+    """A write between the router and the experts; without gradients."""
+
+    def forward(layer: Any, x: Tensor) -> Tensor:
+        weights, ids = layer.route(x)
+        write(layer, x, ids, weights)
+        return layer.experts(x, ids, weights)
+
+    return layer_of(spelling, forward=forward)
+
+
+def after_routing_case(name: str, write: Any, outcome: str) -> Case:
+    return Case(name, after_routing(write), outcome, gradients=False)
+
+
+def inside(step: str, write: Any, outcome: str, name: str, spelling: type[Experts] = GroupedMM) -> Case:
+    """A write to the result of a step, after an alias of it was taken that the layer goes on with."""
+
+    def changed_step(layer: Any, *args: Any) -> Tensor:
+        result = getattr(spelling, step)(layer, *args)
+        alias = result.view(result.shape)
+        write(layer, result)
+        return alias
+
+    return Case(name, layer_of(spelling, **{step: changed_step}), outcome, gradients=False)
+
+
+def halves_written_through_base(layer: Experts, hidden: Tensor) -> Tensor:
+    """Autograd regenerates the halves after the write; they have no fake value in the view of the graph then."""
+    gate, up = hidden[:, :12], hidden[:, 12:]
+    hidden.detach().mul_(2)
+    return F.silu(gate) * up
+
+
+def alias_of_down(layer: Any) -> None:
+    layer.register_buffer("alias", layer.down.detach(), persistent=False)
+
+
+def write_through_alias(layer: Any, hidden: Tensor) -> Tensor:
+    layer.alias.mul_(2)
+    out = BatchedMM.gate(layer, hidden)
+    layer.alias.mul_(0.5)
+    return out
+
+
+def write_to_correction(layer: Any, x: Tensor) -> Tensor:
+    weights, ids = layer.route(x)
+    layer.correction.data.mul_(-1)
+    out = layer.experts(x, ids, weights)
+    layer.correction.data.mul_(-1)
+    return out
+
+
+def ids_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
+    weights, ids = layer.route(x)
+    out = layer.experts(x, ids, weights)
+    ids.clamp_(0, 1)
+    return out + ids.sum()
+
+
+def input_and_output_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
+    out = BatchedMM.forward(layer, x)
+    seen = out.view(-1)
+    x.mul_(2)
+    out.add_(1)
+    return seen
+
+
+STEP = "is not a known step of a router"
+OTHER_X = "experts: the router reads another tensor than the experts"
+ROUTER_WRITE = "may write in place to what the router reads before the experts have run"
+LAYER_WRITE = "may write in place to what the layer reads or computes before it is summed"
+
+CASES = (
+    # writes between the router and the experts
+    after_routing_case("ids written", lambda m, x, i, w: i.clamp_(0, 1), f"experts: aten.clamp_.default {STEP}"),
+    after_routing_case(
+        "ids written through a view",
+        lambda m, x, i, w: i[:, :1].clamp_(0, 1),
+        "experts: getitem of the router is also read by aten.slice.Tensor",
+    ),
+    after_routing_case(
+        "weights written through a view",
+        lambda m, x, i, w: w[:, 0].mul_(2),
+        "experts: aten.div.Tensor of the router is also read by aten.select.int",
+    ),
+    after_routing_case("input written", lambda m, x, i, w: x.mul_(2), OTHER_X),
+    after_routing_case(
+        "input written through a view",
+        lambda m, x, i, w: x.view(-1)[:4].mul_(2),
+        f"experts: aten.mul_.Tensor {ROUTER_WRITE}",
+    ),
+    after_routing_case(
+        "input written by a list operator",
+        lambda m, x, i, w: torch._foreach_mul_([x], 2.0),
+        f"experts: aten._foreach_mul_.Scalar {ROUTER_WRITE}",
+    ),
+    after_routing_case(
+        "router weight written", lambda m, x, i, w: m.router.data.neg_(), f"experts: aten.neg_.default {ROUTER_WRITE}"
+    ),
+    Case(
+        "correction written",
+        layer_of(BatchedMM, prepare=correction, route=grouped_sigmoid_router, forward=write_to_correction),
+        f"experts: aten.mul_.Tensor {ROUTER_WRITE}",
+        gradients=False,
+    ),
+    # writes inside the experts
+    inside("ends", lambda m, ends: ends[0].zero_(), f"refused: aten.zero_.default {LAYER_WRITE}", "group ends written"),
+    inside(
+        "row_tokens",
+        lambda m, tokens: tokens[:3].zero_(),
+        f"refused: aten.zero_.default {LAYER_WRITE}",
+        "row tokens written",
+    ),
+    inside(
+        "invert",
+        lambda m, inverse: inverse[:3].copy_(inverse[:3].flip(0)),
+        f"refused: aten.copy_.default {LAYER_WRITE}",
+        "inverse written",
+    ),
+    inside(
+        "repeat",
+        lambda m, rows: rows.mul_(2),
+        f"refused: aten.mul_.Tensor {LAYER_WRITE}",
+        "token rows written",
+        BatchedMM,
+    ),
+    inside(
+        "second",
+        lambda m, rows: rows.mul_(2),
+        "refused: transformers.grouped_mm_fallback.default inside it is also read by aten.mul_.Tensor",
+        "expert outputs written",
+    ),
+    inside(
+        "gate",
+        lambda m, rows: m.down.data.chunk(2)[0].mul_(2),
+        f"refused: aten.mul_.Tensor {LAYER_WRITE}",
+        "down written",
+        BatchedMM,
+    ),
+    Case(
+        "down written through another tensor",
+        layer_of(BatchedMM, prepare=alias_of_down, gate=write_through_alias),
+        f"refused: aten.mul_.Tensor {LAYER_WRITE}",
+        gradients=False,
+    ),
+    Case(
+        "halves written through their base",
+        layer_of(BatchedMM, gate=halves_written_through_base),
+        "refused: aten.squeeze.dim inside it is also read by aten.detach.default",
+    ),
+    # writes afterwards
+    Case(
+        "ids written afterwards",
+        layer_of(BatchedMM, forward=ids_written_afterwards),
+        "experts: getitem of the router is also read by aten.clamp_.default",
+        gradients=False,
+    ),
+    Case(
+        "input and output written afterwards",
+        layer_of(BatchedMM, forward=input_and_output_written_afterwards),
+        "moe",
+        gradients=False,
+    ),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_near_miss(case: Case) -> None:
+    check(case)

@@ -60,6 +60,15 @@ class Reader:
     def shape(self, node: Node) -> tuple[int | torch.SymInt, ...]:
         return tuple(node.meta["val"].shape)
 
+    def arguments(self, node: Node, *defaults: Any) -> list[Any]:
+        """The positional arguments of ``node``, those that it leaves out taken from ``defaults``."""
+        return [*node.args, *defaults[len(node.args) :]]
+
+    def static_size(self, node: Node, axis: int) -> int | None:
+        """The size of one axis, if it is the same at every call."""
+        size = self.shape(node)[axis]
+        return size if isinstance(size, int) else None
+
     def dim(self, node: Any) -> int:
         """Number of axes; -1 for what is not a tensor."""
         value = node.meta.get("val") if isinstance(node, Node) else None

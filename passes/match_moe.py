@@ -16,7 +16,7 @@ from .match_routing import RouterFound, find_router
 from .patterns import all_rules, spellings
 from .patterns.activations import recognize_gate
 from .region import closure, interfering_write, outside_reader
-from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
+from .values import INNER_VALUES, ChosenIds, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
 
 _LAYER_VALUES = (*INNER_VALUES, Combined)
 # Gathered tokens may have other readers: they cost a gather, not the experts.
@@ -150,6 +150,8 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     if reason is not None:
         return _refuse(found, sink, reason)
     found.sums[read.root(sink)] = sink
+    num_experts = read.static_size(gate_up.weight, 0)
+    assert num_experts is not None, "expert weights have constant sizes"
     router = find_router(found, ids, weights, rows.x, region)
     symbols = tuple(number.symbol for number in gate.numbers if number.symbol is not None)
     return MoEMatch(
@@ -167,12 +169,13 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
             gate_layout=gate.layout,
             activation=gate.activation,
             activation_params=tuple(number.value for number in gate.parameters),
-            num_experts=read.shape(gate_up.weight)[0],
+            num_experts=num_experts,
         ),
         output=_dynamo(found, sink),
         region=view.dynamo_nodes(region) - {_dynamo(found, node) for node in inputs},
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
+        negative_ids_wrap=rows.order is None and not isinstance(read.value(ids), ChosenIds),
         symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
     )
 

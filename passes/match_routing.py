@@ -73,6 +73,7 @@ def _describe(read: Reader, chosen: ChosenScores) -> tuple[Logits, Node | None, 
     of = chosen.topk.of
     choice = of if isinstance(of, ChoiceScores) else None
     scores = choice.scores if choice is not None else of
+    routing: Routing
     if isinstance(scores, Logits):
         if chosen.softmax_dtype is None:
             return "the routing weights are raw logits: neither softmax nor sigmoid is applied"

@@ -18,8 +18,8 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     checks the range of the ids at run time; a router inside the op chooses no others. Returns the perseus node.
     """
     target, args, kwargs = op_call(match, plan)
-    if check_ids and plan.op == "experts":
-        args = (args[0], _checked(graph, match), *args[2:])
+    if plan.op == "experts":
+        args = (args[0], _ids(graph, match, check_ids), *args[2:])
     # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
     output.op, output.target, output.args, output.kwargs = "call_function", target, args, kwargs
@@ -41,11 +41,16 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
 
 
-def _checked(graph: Graph, match: MoEMatch) -> Node:
-    with graph.inserting_before(match.output):
-        checked = graph.call_function(torch.ops.perseus.checked_ids.default, (match.ids_TK, match.spec.num_experts))
-    checked.meta["example_value"] = match.ids_TK.meta["example_value"]
-    return checked
+def _ids(graph: Graph, match: MoEMatch, check_ids: bool) -> Node:
+    """The ids as the op wants them: checked if asked for, and wrapped where the layer's own indexing wraps them."""
+    ids, num_experts = match.ids_TK, match.spec.num_experts
+    targets = [torch.ops.perseus.checked_ids.default] if check_ids else []
+    targets += [torch.ops.aten.remainder.Scalar] if match.negative_ids_wrap else []
+    for target in targets:
+        with graph.inserting_before(match.output):
+            ids = graph.call_function(target, (ids, num_experts))
+        ids.meta["example_value"] = match.ids_TK.meta["example_value"]
+    return ids
 
 
 def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:

@@ -7,6 +7,7 @@ def sort_by_expert(
 def few_rows_linear(
     *,
     rows: int,
+    row_index: int,
     weight: int,
     out: int,
     dtype: str,
@@ -28,6 +29,7 @@ def combine(
     weights: int,
     out: int,
     dtype: str,
+    weights_dtype: str,
     num_tokens: int,
     num_choices: int,
     width: int,

@@ -108,7 +108,7 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
     )
 
 
-def inner_compiler(options: Options) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+def inner_compiler(options: Options) -> Callable[..., Any]:
     """The compiler that ``options.inner`` names.
 
     Raises:
@@ -149,6 +149,7 @@ def compile(fn: Any, **options: Any) -> Any:
     settings: dict[str, Any] = {"backend": perseus, "dynamic": chosen.dynamic, "options": backend_options}
     if isinstance(fn, torch.nn.Module):
         fn.compile(**settings)
+        assert fn._compiled_call_impl is not None, "compile() has just set it"
         fn._compiled_call_impl = _with_capture_settings(fn._compiled_call_impl)
         return fn
     return functools.wraps(fn)(_with_capture_settings(torch.compile(fn, **settings)))

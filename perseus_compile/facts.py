@@ -79,8 +79,8 @@ class RouterMatch:
 class MoEMatch:
     """One MoE layer found in a graph, as nodes of Dynamo's graph.
 
-    ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``symbols`` are numbers that
-    Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``symbols`` are numbers
+    that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -98,6 +98,7 @@ class MoEMatch:
     router: RouterMatch | None
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
+    negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,11 @@ from torch.nn.functional import grouped_mm
 from perseus_compile.activations import activate, activate_backward
 from perseus_compile.facts import ExpertsSpec
 
-# dtypes of torch's grouped GEMM; on CUDA all but bfloat16 are a loop that reads the ends of the experts on the host.
+# What torch 2.11 to 2.13 take (ATen: native/GroupedMMUtils.h, native/cuda/GroupedBlas.cpp and GroupMM.cu). On CUDA, any
+# dtype but bfloat16 and any older GPU get a loop that reads the ends of the experts on the host.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CUDA_DTYPES = (torch.bfloat16,)
-CUDA_MAJORS = (9, 10)  # compute capabilities whose grouped GEMM is one kernel; on others it is that loop too
+CUDA_MAJORS = (9, 10)  # of the compute capability
 CUDA_MAX_EXPERTS = 1023  # one thread per expert prepares the grouped GEMM, and torch allows fewer than 1024
 ROW_BYTES = 16  # TMA reads from addresses that are a multiple of it; torch asks for it on the CPU too
 
@@ -119,11 +120,7 @@ def forward(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> Tensor:
-    """The output of ``perseus::experts``, [T, D], fresh and contiguous.
-
-    At its peak (the two linear maps) it holds at most R * (D + 3F) elements beside its arguments, then R * 2D and two
-    [T, D] of float32.
-    """
+    """The output of ``perseus::experts``, [T, D], fresh and contiguous."""
     if ids_TK.numel() == 0 or gate_up.shape[0] == 0:
         return x_TD.new_zeros(x_TD.shape)
     rows = sort_rows(ids_TK, spec.expert_offset, gate_up.shape[0])
@@ -136,8 +133,9 @@ def _active(
 ) -> Tensor:
     """[R, F]: what the second linear map reads. A function of its own, so that its temporaries end with it."""
     x_RD = x_TD.index_select(0, rows.tokens_R)
-    expert_in_RD = x_RD if spec.weight_on == "output" else _scale(x_RD, _row_weights(weights_TK, rows))
-    return activate(_linear(expert_in_RD, _as_EIO(gate_up, spec), bias, rows), spec)
+    if spec.weight_on == "input":
+        x_RD = _scale(x_RD, _row_weights(weights_TK, rows))
+    return activate(_linear(x_RD, _as_EIO(gate_up, spec), bias, rows), spec)
 
 
 def _row_weights(weights_TK: Tensor, rows: Rows) -> Tensor:

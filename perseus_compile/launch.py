@@ -9,7 +9,7 @@ expert, I and O input and output features of a linear map.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -21,33 +21,69 @@ from perseus_compile.facts import KernelSpec
 _DTYPES_OF_C = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
-class Segments(NamedTuple):
-    """The routed rows of a call, ordered by expert and inside an expert by (token, choice). All int64."""
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The routed rows of a call, ordered by expert and inside an expert by (token, choice).
 
-    offsets: Tensor  # [E + 1], the segment of each expert
-    tokens_R: Tensor  # the token of each row
-    choices_R: Tensor  # token * K + choice of each row
-    slots_TK: Tensor  # the row of each choice; -1 for a skipped one
+    Its arrays are int64 and lie one after the other in ``table``, where ``_C`` finds them by address; views of them are
+    made only when asked for, since at one token every torch call counts.
+    """
+
+    table: Tensor  # offsets [E + 1], tokens [T*K], choices [T*K], slots [T*K]
+    num_local: int  # E
+    ids_shape: torch.Size  # [T, K]
     hit: list[tuple[int, int, int]]  # (local expert, first row, end row) of every expert that has rows
+
+    @property
+    def num_rows(self) -> int:
+        return self.hit[-1][2] if self.hit else 0
+
+    @property
+    def offsets(self) -> Tensor:
+        """[E + 1], the first row of each expert, and the number of rows."""
+        return self.table[: self.num_local + 1]
+
+    @property
+    def tokens_R(self) -> Tensor:
+        """The token of each row."""
+        return self._array(0)[: self.num_rows]
+
+    @property
+    def choices_R(self) -> Tensor:
+        """token * K + choice of each row."""
+        return self._array(1)[: self.num_rows]
+
+    @property
+    def slots_TK(self) -> Tensor:
+        """The row of each choice; -1 for a skipped one."""
+        return self._array(2).view(self.ids_shape)
+
+    def address(self, index: int) -> int:
+        """Of tokens (0), choices (1) or slots (2)."""
+        return self.table.data_ptr() + self._start(index) * self.table.element_size()
+
+    def _start(self, index: int) -> int:
+        return self.num_local + 1 + index * self.ids_shape.numel()
+
+    def _array(self, index: int) -> Tensor:
+        return self.table[self._start(index) : self._start(index + 1)]
 
 
 def sort_by_expert(ids_TK: Tensor, first_expert: int, num_local: int) -> Segments:
     """The segments of ids [T, K], int32 or int64; ids outside [first_expert, first_expert + num_local) are skipped."""
     ids_TK = ids_TK.contiguous()
-    num_choices = ids_TK.numel()
-    table = torch.empty(num_local + 1 + 3 * num_choices, dtype=torch.int64)
+    num_tokens, num_choices = ids_TK.shape
+    table = torch.empty(num_local + 1 + 3 * num_tokens * num_choices, dtype=torch.int64)
     hit = _C.sort_by_expert(
         ids=ids_TK.data_ptr(),
         id_bytes=ids_TK.element_size(),
-        num_tokens=ids_TK.shape[0],
-        num_choices=ids_TK.shape[1],
+        num_tokens=num_tokens,
+        num_choices=num_choices,
         first_expert=first_expert,
         num_local=num_local,
         table=table.data_ptr(),
     )
-    offsets, tokens, choices, slots = table.split((num_local + 1, num_choices, num_choices, num_choices))
-    num_rows = hit[-1][2] if hit else 0
-    return Segments(offsets, tokens[:num_rows], choices[:num_rows], slots.view(ids_TK.shape), hit)
+    return Segments(table, num_local, ids_TK.shape, hit)
 
 
 def run_experts(
@@ -61,13 +97,15 @@ def run_experts(
     down_bias: Tensor | None,
 ) -> Tensor:
     """The output of ``perseus::experts``, [T, D], fresh and contiguous."""
+    on_output = spec.experts.weight_on == "output"
     segments = sort_by_expert(ids_TK, spec.experts.expert_offset, spec.num_local_experts)
-    x_RD = x_TD.index_select(0, segments.tokens_R)
-    if spec.experts.weight_on == "input":
-        x_RD = _scale(spec, x_RD, _row_weights(spec, weights_TK, segments))
-    hidden_RH = _linear(spec, x_RD, _as_EOI(spec, gate_up), gate_up_bias, segments)
+    if on_output:
+        hidden_RH = _linear(spec, x_TD, _as_EOI(spec, gate_up), gate_up_bias, segments, gather=True)
+    else:
+        x_RD = _scale(spec, x_TD.index_select(0, segments.tokens_R), _row_weights(spec, weights_TK, segments))
+        hidden_RH = _linear(spec, x_RD, _as_EOI(spec, gate_up), gate_up_bias, segments)
     y_RD = _linear(spec, activate(hidden_RH, spec.experts), _as_EOI(spec, down), down_bias, segments)
-    return _combine(spec, y_RD, segments.slots_TK, weights_TK if spec.experts.weight_on == "output" else None)
+    return _combine(spec, y_RD, weights_TK if on_output else None, segments)
 
 
 def run_experts_backward(
@@ -107,7 +145,7 @@ def run_experts_backward(
     if need_x or (need_weights and not on_output):
         grad_in_RD = _linear(spec, grad_hidden_RH, _as_EOI(spec, gate_up).transpose(1, 2), None, segments)
     if need_x:
-        grads.append(_combine(spec, grad_in_RD, segments.slots_TK, None if on_output else weights_TK))
+        grads.append(_combine(spec, grad_in_RD, None if on_output else weights_TK, segments))
     if need_weights:
         grad_weights_R = _row_dots(spec, back_RF, active_RF) if on_output else _row_dots(spec, grad_in_RD, x_RD)
         if on_output and down_bias is not None:
@@ -126,21 +164,30 @@ def run_experts_backward(
     return grads
 
 
-def _linear(spec: KernelSpec, rows_RI: Tensor, weight_EOI: Tensor, bias: Tensor | None, segments: Segments) -> Tensor:
-    """Every expert's rows times its weight, plus its bias, [R, O]."""
-    num_rows, depth = rows_RI.shape
+def _linear(
+    spec: KernelSpec,
+    rows: Tensor,
+    weight_EOI: Tensor,
+    bias: Tensor | None,
+    segments: Segments,
+    gather: bool = False,
+) -> Tensor:
+    """Every expert's rows times its weight, plus its bias, [R, O]. ``rows`` are [R, I], or [T, I] to gather from."""
+    rows = rows.contiguous()
+    depth = rows.shape[1]
     num_outs = weight_EOI.shape[1]
-    out_RO = rows_RI.new_empty(num_rows, num_outs)
+    out_RO = rows.new_empty(segments.num_rows, num_outs)
     expert_stride, out_stride, depth_stride = weight_EOI.stride()
     few_rows = spec.few_rows if 1 in (out_stride, depth_stride) and depth > 0 and num_outs > 0 else 0
     if few_rows:
         _C.few_rows_linear(
-            rows=rows_RI.data_ptr(),
+            rows=rows.data_ptr(),
+            row_index=segments.address(0) if gather else 0,
             weight=weight_EOI.data_ptr(),
             out=out_RO.data_ptr(),
             dtype=_DTYPES_OF_C[spec.dtype],
-            offsets=segments.offsets.data_ptr(),
-            num_experts=spec.num_local_experts,
+            offsets=segments.table.data_ptr(),
+            num_experts=segments.num_local,
             max_rows=few_rows,
             depth=depth,
             num_outs=num_outs,
@@ -151,30 +198,35 @@ def _linear(spec: KernelSpec, rows_RI: Tensor, weight_EOI: Tensor, bias: Tensor 
         )
     for expert, start, end in segments.hit:
         if end - start > few_rows:
-            torch.mm(rows_RI[start:end], weight_EOI[expert].t(), out=out_RO[start:end])
+            expert_rows = rows.index_select(0, segments.tokens_R[start:end]) if gather else rows[start:end]
+            torch.mm(expert_rows, weight_EOI[expert].t(), out=out_RO[start:end])
     return out_RO if bias is None else out_RO.add_(_row_biases(bias, segments))
 
 
-def _combine(spec: KernelSpec, rows_RD: Tensor, slots_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def _combine(spec: KernelSpec, rows_RD: Tensor, weights_TK: Tensor | None, segments: Segments) -> Tensor:
     """Sum of each token's rows, times its weights if given, in choice order and in ``combine_dtype``; [T, D]."""
+    num_tokens, num_choices = segments.ids_shape
     if weights_TK is None:
-        weights_TK = torch.ones(slots_TK.shape, dtype=spec.combine_dtype)
-    weights_TK = weights_TK.to(spec.combine_dtype).contiguous()
-    num_tokens, num_choices = slots_TK.shape
+        weights_TK = torch.ones(segments.ids_shape, dtype=spec.combine_dtype)
+    elif weights_TK.dtype != spec.dtype:
+        weights_TK = weights_TK.to(spec.combine_dtype)
+    weights_TK = weights_TK.contiguous()
     out_TD = rows_RD.new_empty(num_tokens, rows_RD.shape[1])
     if spec.dtype in _DTYPES_OF_C:
         _C.combine(
             rows=rows_RD.data_ptr(),
-            slots=slots_TK.data_ptr(),
+            slots=segments.address(2),
             weights=weights_TK.data_ptr(),
             out=out_TD.data_ptr(),
             dtype=_DTYPES_OF_C[spec.dtype],
+            weights_dtype=_DTYPES_OF_C[weights_TK.dtype],
             num_tokens=num_tokens,
             num_choices=num_choices,
             width=rows_RD.shape[1],
             num_threads=torch.get_num_threads(),
         )
         return out_TD
+    slots_TK = segments.slots_TK
     total_TD = torch.zeros(out_TD.shape, dtype=spec.combine_dtype)
     for choice in range(num_choices):
         kept = (slots_TK[:, choice] >= 0).nonzero().squeeze(1)
@@ -217,7 +269,7 @@ def _row_weights(spec: KernelSpec, weights_TK: Tensor, segments: Segments) -> Te
 
 def _row_biases(bias: Tensor, segments: Segments) -> Tensor:
     """The bias of each row's expert, [R, O]."""
-    expert_R = torch.repeat_interleave(segments.offsets.diff(), output_size=segments.tokens_R.shape[0])
+    expert_R = torch.repeat_interleave(segments.offsets.diff(), output_size=segments.num_rows)
     return bias.index_select(0, expert_R)
 
 

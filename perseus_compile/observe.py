@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 from torch._dynamo.utils import counters
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
 from .facts import Refusal

@@ -43,6 +43,8 @@ SCHEMAS = (
 
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
+# Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _experts_args(
@@ -210,8 +212,12 @@ def _moe_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
         lower.check_routing(_router_args(*tensors[:4]), routing, numbers["num_experts"])
         weights_TK, ids_TK = route(*tensors[:4], **routing.as_kwargs())
         return torch.ops.perseus.experts(tensors[0], ids_TK, weights_TK, *tensors[4:], **numbers)
+    below = keyset & _BELOW_AUTOGRAD
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.perseus.moe.default.redispatch(keyset & torch._C._after_autograd_keyset, *tensors, **numbers)
+        if below.highestPriorityTypeId() == torch._C.DispatchKey.CPU:
+            # What the dispatcher would call next, without packing 25 arguments once more.
+            return _moe_cpu(*tensors, **numbers)
+        return torch.ops.perseus.moe.default.redispatch(below, *tensors, **numbers)
 
 
 # ---- registration

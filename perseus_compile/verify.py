@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import VerificationError
 from .facts import MoEMatch, MoEPlan
@@ -62,7 +65,7 @@ def region_module(gm: GraphModule, match: MoEMatch, *, fused_router: bool) -> tu
 
 def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> torch.Tensor:
     fake = node.meta["example_value"]
-    shape = [_number(size) for size in fake.shape]
+    shape = [int(_number(size)) for size in fake.shape]
     with _no_tracing():
         if node is match.ids_TK:
             order = torch.rand(shape[0], match.spec.num_experts, generator=generator).argsort(dim=1)
@@ -86,6 +89,6 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
-def _no_tracing() -> torch.utils._python_dispatch._DisableTorchDispatch:
+def _no_tracing() -> contextlib.AbstractContextManager[None]:
     # A backend runs under Dynamo's fake mode; these are real computations.
-    return torch.utils._python_dispatch._disable_current_modes()
+    return _disable_current_modes()

@@ -9,7 +9,11 @@ namespace perseus::host {
 // size; they must not throw. Without OpenMP (a build without -fopenmp) they run in order on the calling thread.
 template <typename Task>
 void parallel_for(int64_t count, int num_threads, const Task& task) {
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (count > 1 && num_threads > 1)
+    if (count <= 1 || num_threads <= 1) {
+        for (int64_t i = 0; i < count; ++i) task(i);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
     for (int64_t i = 0; i < count; ++i) task(i);
 }
 

@@ -100,8 +100,8 @@ def _row_token(read: Reader, node: Node) -> Value | str | None:
     if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
         return None
     ids = _sorted_ids(read, permutation.order)
-    top_k = read.shape(ids)[1]
-    if node.args[1] != top_k:
+    top_k = read.static_size(ids, 1)
+    if top_k is None or node.args[1] != top_k:
         return f"{read.describe(node)} must divide by the {top_k} choices per token, got {node.args[1]}"
     return RowToken(permutation.order, top_k)
 
@@ -128,7 +128,7 @@ def _histogram(read: Reader, node: Node) -> Value | str | None:
     ids = read.value(node.args[0])
     if not isinstance(ids, PerChoice) or read.dtype(ids.of).is_floating_point:
         return None
-    bins, low, high = (*node.args[1:], *(100, 0, 0)[len(node.args) - 1 :])
+    _, bins, low, high = read.arguments(node, None, 100, 0, 0)
     if not isinstance(bins, int) or low != 0 or high != bins - 1:
         return f"{read.describe(node)} must count ids 0 .. E-1 in E bins, got bins={bins}, min={low}, max={high}"
     return ExpertCounts(ids.of, bins)

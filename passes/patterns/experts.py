@@ -85,7 +85,7 @@ def _halve(read: Reader, node: Node) -> Value | None:
     hidden = read.value(node.args[0])
     if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
         return None
-    axis = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    axis = read.arguments(node, None, None, node.kwargs.get("dim", 0))[2]
     if read.axis(node.args[0], axis) != 1:
         return None
     width = read.shape(node.args[0])[1]
@@ -107,10 +107,12 @@ def _half_by_slice(read: Reader, node: Node) -> Value | None:
     hidden = read.value(node.args[0])
     if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
         return None
-    _, axis, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-    width = read.shape(node.args[0])[1]
+    source, axis, start, end, step = read.arguments(node, None, 0, None, None, 1)
+    width = read.static_size(source, 1)
     start, end = start or 0, width if end is None else end
-    if read.axis(node.args[0], axis) != 1 or not all(isinstance(n, int) for n in (width, start, end)) or width % 2:
+    if read.axis(source, axis) != 1 or width is None or width % 2 or not isinstance(start, int):
+        return None
+    if not isinstance(end, int):
         return None
     end = min(end, width)
     if step == 2 and end == width and start in (0, 1):
@@ -223,7 +225,7 @@ def _combine(read: Reader, node: Node) -> Value | str | None:
     if not isinstance(grid, ChoiceGrid):
         return None
     axes = [read.axis(node.args[0], axis) for axis in node.args[1] or ()]
-    keepdim = len(node.args) > 2 and node.args[2]
+    keepdim = read.arguments(node, None, None, False)[2]
     if axes != [1] or keepdim:
         return f"{read.describe(node)} must sum over the choices alone, got axes {axes}, keepdim={bool(keepdim)}"
     if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) != read.dtype(node):
@@ -234,10 +236,12 @@ def _combine(read: Reader, node: Node) -> Value | str | None:
 def _unit_axis(read: Reader, node: Node) -> Value | None:
     """unsqueeze of rows to one-row matrices, for batched products."""
     value = read.value(node.args[0])
-    axis = node.args[1] % read.dim(node) if isinstance(node.args[1], int) else None
-    if isinstance(value, (TokenRows, Gated)) and value.unit_axis is None and axis in (1, 2):
-        return dataclasses.replace(value, unit_axis=axis)
-    return None
+    if not isinstance(value, (TokenRows, Gated)) or value.unit_axis is not None or not isinstance(node.args[1], int):
+        return None
+    axis = node.args[1] % read.dim(node)
+    if axis == 1:
+        return dataclasses.replace(value, unit_axis=1)
+    return dataclasses.replace(value, unit_axis=2) if axis == 2 else None
 
 
 def _no_unit_axis(read: Reader, node: Node) -> Value | None:

@@ -34,7 +34,7 @@ def _swap(read: Reader, node: Node) -> Value | None:
 
 def _grouped_product(read: Reader, node: Node) -> Value | str | None:
     """One grouped GEMM: the first expert linear on token rows, or the second on gated rows."""
-    rows_node, matrix_node, ends_node = node.args[:3] if len(node.args) >= 3 else (*node.args, None)[:3]
+    rows_node, matrix_node, ends_node = read.arguments(node, None, None, None)[:3]
     rows, ends = read.value(rows_node), read.value(ends_node)
     if not isinstance(matrix_node, Node) or read.dim(matrix_node) != 3:
         return f"{read.describe(node)} must have one [E, K, N] matrix per expert"

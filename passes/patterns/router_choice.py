@@ -28,7 +28,7 @@ def _topk(read: Reader, node: Node) -> Value | str | None:
     of = read.value(node.args[0])
     if not isinstance(of, (Logits, Scores, ChoiceScores, GroupView, GroupScores)):
         return None
-    _, k, axis, largest = (*node.args, *(None, None, -1, True)[len(node.args) :])[:4]
+    _, k, axis, largest = read.arguments(node, None, None, -1, True)[:4]
     if read.axis(node.args[0], axis) != read.dim(node.args[0]) - 1:
         return f"{read.describe(node)} must choose along the experts (the last axis), got axis {axis}"
     if not largest or not isinstance(k, int):
@@ -71,7 +71,7 @@ def _softmax_of_chosen(read: Reader, node: Node) -> Value | str | None:
 
 def _sum_of_chosen(read: Reader, node: Node) -> Value | None:
     chosen = read.value(node.args[0])
-    keepdim = len(node.args) > 2 and node.args[2]
+    keepdim = read.arguments(node, None, None, False)[2]
     if isinstance(chosen, ChosenScores) and keepdim and [axis % 2 for axis in node.args[1] or ()] == [1]:
         return ChosenSum(chosen) if read.dtype(node) == read.dtype(node.args[0]) else None
     return None

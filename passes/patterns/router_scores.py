@@ -81,7 +81,8 @@ def _group_scores(read: Reader, node: Node) -> Value | str | None:
     best = read.value(node.args[0])
     if not isinstance(best, GroupTopK):
         return None
-    if [axis % 3 for axis in node.args[1] or ()] != [2] or (len(node.args) > 2 and node.args[2]) or best.k != 2:
+    _, axes, keepdim = read.arguments(node, None, None, False)[:3]
+    if [axis % 3 for axis in axes or ()] != [2] or keepdim or best.k != 2:
         return f"{read.describe(node)} must sum the two best scores of each group, got the best {best.k}"
     return GroupScores(best.view)
 
@@ -107,16 +108,18 @@ def _spread_mask(read: Reader, node: Node) -> Value | None:
     mask = read.value(node.args[0])
     if not isinstance(mask, GroupMask) or not mask.topk_groups:
         return None
-    num_groups, num_experts = mask.scores.view.num_groups, read.shape(mask.scores.view.scores.scores.logits.weight)[0]
-    widths = {
-        ("groups", 3): ("column", (num_groups, 1)),
-        ("column", 3): ("spread", (num_groups, num_experts // num_groups)),
-        ("spread", 2): ("experts", (num_experts,)),
-    }
-    shape, sizes = widths.get((mask.shape, read.dim(node)), (None, ()))
-    if shape is None or not read.same_sizes(read.shape(node)[1:], sizes):
+    num_groups = mask.scores.view.num_groups
+    num_experts = read.static_size(mask.scores.view.scores.scores.logits.weight, 0)
+    sizes = read.shape(node)[1:]
+    if num_experts is None:
         return None
-    return dataclasses.replace(mask, shape=shape)
+    if mask.shape == "groups" and read.same_sizes(sizes, (num_groups, 1)):
+        return dataclasses.replace(mask, shape="column")
+    if mask.shape == "column" and read.same_sizes(sizes, (num_groups, num_experts // num_groups)):
+        return dataclasses.replace(mask, shape="spread")
+    if mask.shape == "spread" and read.same_sizes(sizes, (num_experts,)):
+        return dataclasses.replace(mask, shape="experts")
+    return None
 
 
 def _mask_as_bool(read: Reader, node: Node) -> Value | None:

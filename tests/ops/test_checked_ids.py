@@ -45,3 +45,17 @@ def test_debug_checks_the_ids_of_experts_without_router() -> None:
     with pytest.raises(UnsupportedMoE) as error:
         compiled(x, ids)
     assert str(error.value) == MESSAGE
+
+
+@pytest.mark.parametrize("inner", ("eager", "aot_eager"))
+def test_negative_ids_count_from_the_end_where_the_layer_indexes_with_them(inner: str) -> None:
+    """``weight[ids]`` wraps negative ids, while the op skips them: one of both had to be told."""
+
+    def forward(layer: BatchedMM, x: Tensor, ids: Tensor) -> Tensor:
+        return layer.experts(x, ids, torch.ones(ids.shape))
+
+    layer = changed(BatchedMM, forward=forward)(bias=True)
+    x, ids = torch.randn(3, 8), torch.tensor([[0, -1], [2, 1], [-4, 1]])
+    compiled = torch.compile(layer, backend=perseus_compile.perseus, options={"inner": inner})
+    torch.testing.assert_close(compiled(x, ids), layer(x, ids))
+    assert torch._dynamo.utils.counters["perseus"]["rewrites"] >= 1

@@ -19,10 +19,9 @@ from perseus_compile.facts import ExpertsSpec
 
 on_devices = pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-# Largest error relative to the norm of the result. The low-precision GEMMs, the activation between them and the output
-# each round once; the cases below come to 0.0012 in float16 and 0.009 in bfloat16 on a CPU.
-# A result may cancel to almost nothing; its terms are of size 1.
-TOLERANCE = {torch.float16: 0.003, torch.bfloat16: 0.02}
+# Largest error relative to the norm of the result. The GEMMs, the activation between them and the output round once
+# each: a CPU comes to 0.0012 in float16 and 0.009 in bfloat16. The rest is for small results whose terms cancel.
+TOLERANCE = {torch.float16: 0.006, torch.bfloat16: 0.05}
 
 
 @dataclasses.dataclass(frozen=True)

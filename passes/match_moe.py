@@ -7,16 +7,18 @@ weights and the expert weights. What looked like experts and is no such layer be
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..capture import AtenView
 from ..facts import ExpertsSpec, MoEMatch, Refusal
-from .interpret import Interpretation, aten, interpret
+from .interpret import Interpretation, Reader, aten, interpret
 from .match_routing import RouterFound, find_router
 from .patterns import all_rules, spellings
 from .patterns.activations import recognize_gate
+from .patterns.sentinels import id_bound
 from .region import closure, interfering_write, outside_reader
-from .values import INNER_VALUES, ChosenIds, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
+from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
 
 _LAYER_VALUES = (*INNER_VALUES, Combined)
 # Gathered tokens may have other readers: they cost a gather, not the experts.
@@ -40,7 +42,7 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
                 result = _match(found, node, sinks[0])
             else:
                 result = _refuse(found, node, _why_lost(found, reached, sinks))
-        elif node in found.sentences and node not in explained and _is_expert_product(found, node):
+        elif node not in explained and (_is_lost_product(found, node) or _selects_by_lost_ids(found, node)):
             result = _refuse(found, node, _cause(found, node))
         else:
             continue
@@ -61,6 +63,19 @@ def _is_expert_product(found: Interpretation, node: Node) -> bool:
     return "grouped_mm" in str(node.target) or (selects and not _reads(found, node, Hidden))
 
 
+def _is_lost_product(found: Interpretation, node: Node) -> bool:
+    return node in found.sentences and _is_expert_product(found, node)
+
+
+def _selects_by_lost_ids(found: Interpretation, node: Node) -> bool:
+    """A batched product with matrices selected by what would be expert ids, but for a step that has a sentence."""
+    if node.target is not aten.bmm.default:
+        return False
+    selections = [source for source in node.all_input_nodes if source.target is aten.index.Tensor]
+    indices = (found.reader.root(index) for source in selections for index in source.all_input_nodes)
+    return any(index in found.sentences for index in indices)
+
+
 def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passed: set[Node]) -> None:
     """Adds the expert product that follows ``node`` to ``explained``: one refusal per layer is enough.
 
@@ -73,7 +88,7 @@ def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passe
             if user in passed or user.target in _GATHERS:
                 continue
             passed.add(user)
-            if _is_expert_product(found, user):
+            if _is_expert_product(found, user) or _selects_by_lost_ids(found, user):
                 explained.add(user)
             else:
                 pending.append(user)
@@ -122,6 +137,7 @@ def _cause(found: Interpretation, node: Node) -> str:
         for source in pending.pop().all_input_nodes:
             # The row order lives in [R] and [E] values, and in the gather of the token rows.
             step = read.dim(source) <= 1 or source.target in (*_GATHERS, aten.unsqueeze.default)
+            step = step or source in found.sentences
             if step and source.op == "call_function" and read.value(source) is None and source not in lost:
                 lost.add(source)
                 pending.append(source)
@@ -145,7 +161,7 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     gate_up, down = output.hidden.gate_up, output.down
     parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
     inputs = [rows.x, ids, weights, *parameters]
-    region = closure((sink,), inputs)
+    region = _with_idle_writes(read, closure((sink,), inputs), sink)
     reason = _shape_reason(found, sink, output) or _context_reason(found, sink, region, inputs)
     if reason is not None:
         return _refuse(found, sink, reason)
@@ -175,9 +191,20 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
         region=view.dynamo_nodes(region) - {_dynamo(found, node) for node in inputs},
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
-        negative_ids_wrap=rows.order is None and not isinstance(read.value(ids), ChosenIds),
+        negative_ids_wrap=rows.order is None and id_bound(read, ids) is None,
         symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
     )
+
+
+def _with_idle_writes(read: Reader, region: frozenset[Node], sink: Node) -> frozenset[Node]:
+    """``region`` and the in-place writes to its values that change nothing: the result means what was there before."""
+    writes = (user for node in region for user in node.users if user < sink and user not in region)
+    return region | {write for write in writes if _is_idle_write(read, write) and region.issuperset(write.users)}
+
+
+def _is_idle_write(read: Reader, node: Node) -> bool:
+    is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return is_write and read.value(node) is not None and read.value(node) == read.value(node.args[0])
 
 
 def _spelling(head: Node) -> str:

@@ -58,12 +58,16 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
 
     An in-place write is kept only where somebody still reads what it writes to.
     """
-    for node in sorted(region, reverse=True):
-        if node.op not in ("call_function", "call_method") or node.users:
-            continue
-        written = _written(node)
-        if written is None or (written in region and set(written.users) == {node}):
-            graph.erase_node(node)
+    left = [node for node in sorted(region, reverse=True) if node.op in ("call_function", "call_method")]
+    erased = True
+    while erased:  # a write goes once all earlier readers of what it writes to have gone
+        erased = False
+        for node in list(left):
+            written = _written(node)
+            if not node.users and (written is None or (written in region and set(written.users) == {node})):
+                graph.erase_node(node)
+                left.remove(node)
+                erased = True
 
 
 def _written(node: Node) -> Node | None:

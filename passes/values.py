@@ -40,6 +40,11 @@ class PerChoice:
 
 
 @dataclasses.dataclass(frozen=True)
+class NeverTrue:
+    """A mask that is known to be False everywhere."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SortResult:
     """The (values, permutation) pair of sorting flat ``ids``."""
 
@@ -284,10 +289,10 @@ class ChosenSum:
 
 
 Value: TypeAlias = (
-    "PerChoice | SortResult | Permutation | InversePermutation | RowToken | ExpertCounts | ExpertEnds | SwappedMatrix"
-    " | SelectedByExpert | TokenRows | Hidden | HiddenHalves | Gated | ExpertOutput | ChoiceGrid | Combined | Logits"
-    " | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds | ChosenScores"
-    " | ChosenSum"
+    "PerChoice | NeverTrue | SortResult | Permutation | InversePermutation | RowToken | ExpertCounts | ExpertEnds"
+    " | SwappedMatrix | SelectedByExpert | TokenRows | Hidden | HiddenHalves | Gated | ExpertOutput | ChoiceGrid"
+    " | Combined | Logits | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds"
+    " | ChosenScores | ChosenSum"
 )
 
 # The values that exist only inside an expert: a user outside the match keeps the whole layer alive, so it is refused.

@@ -13,11 +13,12 @@ from .experts import EXPERTS
 from .grouped_mm import grouped_mm
 from .router_choice import ROUTER_CHOICE
 from .router_scores import ROUTER_SCORES
+from .sentinels import SENTINELS
 
 
 def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
-    return (CHOICES, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
+    return (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
 
 
 def all_rules() -> tuple[Rule, ...]:

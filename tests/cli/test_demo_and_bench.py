@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from perseus_compile import cli
 from perseus_compile.cli import demo
-from perseus_compile.testing import bench_compile
+from perseus_compile.testing import bench_compile, bench_moe
 from perseus_compile.testing.models import small_sizes
 
 
@@ -43,6 +43,47 @@ def test_demo_fails_if_nothing_was_rewritten(small_demo: None, monkeypatch: pyte
     result = CliRunner().invoke(cli.app, ["demo"])
     assert result.exit_code == 1
     assert "perseus compiled no graph, or rewrote no layer" in result.output
+
+
+def _measured(median: float) -> list[float]:
+    return [median * factor for factor in (3.0, 1.0, 0.5, 1.0, 2.0)]
+
+
+def test_bench_moe_prints_and_appends_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = {
+        "perseus": _measured(1e-6),
+        "eager, grouped_mm": _measured(1.5e-6),
+        "Inductor, grouped_mm": _measured(2e-6),
+    }
+    monkeypatch.setattr(bench_moe, "measure", lambda case, **_: list(bench_moe._rows(case, samples)))
+    out = tmp_path / "rows.jsonl"
+    result = CliRunner().invoke(
+        cli.app, ["bench", "moe", "--tokens", "1,16", "--dtypes", "bfloat16", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["tokens"], row["contestant"]) for row in rows] == [(t, name) for t in (1, 16) for name in samples]
+    perseus = rows[0]
+    assert (perseus["microseconds_p20"], perseus["microseconds_p50"], perseus["microseconds_p80"]) == (0.5, 1.0, 2.0)
+    assert [row["time_over_best_inductor"] for row in rows[:3]] == [0.5, 0.75, 1.0]
+    # T = 1: eight experts of three [1024, 512] maps in two bytes each; x and the output.
+    assert perseus["flops"] == 6 * 8 * 1024 * 512
+    assert perseus["bytes"] == pytest.approx((3 * 8 * 1024 * 512 + 2 * 1024) * 2)
+
+
+@pytest.mark.slow
+def test_contestants_compute_the_same_layer() -> None:
+    case = bench_moe.Case(tokens=4, dtype=torch.float32, hidden=32, expert_width=16, experts=8, top_k=2)
+    rows = bench_moe.measure(case, rounds=2)
+    assert [row["contestant"] for row in rows] == list(bench_moe._contestants(case))
+    assert all(row["microseconds_p50"] > 0 for row in rows)
+    assert min(row["time_over_best_inductor"] for row in rows if "Inductor" in row["contestant"]) == 1.0
+
+
+def test_large_copies_of_weights_are_not_measured() -> None:
+    case = bench_moe.Case(tokens=1024, dtype=torch.float32)
+    assert case.copied_bytes() == 1024 * 8 * 2 * 1024 * 512 * 4
+    assert case.copied_bytes() > bench_moe._MAX_COPY_BYTES
 
 
 def test_bench_compile_prints_and_appends_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,35 +4,66 @@ def instruction_sets() -> list[str]: ...
 def sort_by_expert(
     *, ids: int, id_bytes: int, num_tokens: int, num_choices: int, first_expert: int, num_local: int, table: int
 ) -> list[tuple[int, int, int]]: ...
-def few_rows_linear(
-    *,
-    rows: int,
-    row_index: int,
-    weight: int,
-    out: int,
-    dtype: str,
-    offsets: int,
-    num_experts: int,
-    max_rows: int,
-    depth: int,
-    num_outs: int,
-    expert_stride: int,
-    out_stride: int,
-    depth_stride: int,
-    num_threads: int,
-    instruction_set: str = "",
-) -> None: ...
-def combine(
-    *,
-    rows: int,
-    slots: int,
-    weights: int,
-    out: int,
-    dtype: str,
-    weights_dtype: str,
-    num_tokens: int,
-    num_choices: int,
-    width: int,
-    num_threads: int,
-    instruction_set: str = "",
-) -> None: ...
+
+class CpuExperts:
+    def __init__(
+        self,
+        *,
+        dtype: str,
+        activation: str,
+        interleaved: bool,
+        alpha: float,
+        limit: float,
+        first_expert: int,
+        num_local: int,
+        max_rows: int,
+        instruction_set: str = "",
+    ) -> None: ...
+    def linear(
+        self,
+        *,
+        rows: int,
+        row_index: int,
+        offsets: int,
+        weight: int,
+        strides: tuple[int, ...],
+        num_outs: int,
+        depth: int,
+        out: int,
+        num_threads: int,
+    ) -> None: ...
+    def activate(self, *, hidden: int, active: int, num_rows: int, width: int, num_threads: int) -> None: ...
+    def combine(
+        self,
+        *,
+        rows: int,
+        slots: int,
+        weights: int,
+        weights_are_float32: bool,
+        out: int,
+        num_tokens: int,
+        num_choices: int,
+        width: int,
+        num_threads: int,
+    ) -> None: ...
+    def forward(
+        self,
+        *,
+        x: int,
+        ids: int,
+        id_bytes: int,
+        weights: int,
+        weights_are_float32: bool,
+        gate_up: int,
+        gate_up_strides: tuple[int, ...],
+        gate_up_bias: int,
+        down: int,
+        down_strides: tuple[int, ...],
+        down_bias: int,
+        out: int,
+        num_tokens: int,
+        num_choices: int,
+        model_width: int,
+        expert_width: int,
+        num_threads: int,
+    ) -> bool: ...

@@ -129,5 +129,7 @@ class KernelSpec:
     dtype: torch.dtype  # of x, the expert weights and biases, and of every GEMM
     combine_dtype: torch.dtype  # the weighted sum over the chosen experts is made in it
     num_local_experts: int  # experts whose weights are passed
+    model_width: int  # D
+    expert_width: int  # F
     few_rows: int  # an expert with at most so many rows runs in the few-row loops, others as a GEMM; 0: always a GEMM
     experts: ExpertsSpec

@@ -8,7 +8,6 @@ Axes: T tokens, K choices per token, E experts (over all ranks), D model width, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
@@ -75,31 +74,12 @@ def whole_arg(tensor: Tensor) -> Arg:
     return Arg(tensor.device, tensor.dtype, tensor.shape)
 
 
-@functools.lru_cache(maxsize=4096)
-def lower(
-    args: ExpertsArgs,
-    weight_layout: WeightLayout,
-    gate_layout: GateLayout,
-    activation: Activation,
-    activation_params: tuple[float, ...],
-    weight_on: WeightOn,
-    num_experts: int,
-    expert_offset: int,
-) -> KernelSpec:
-    """How a ``perseus::experts`` call with these arguments runs; cached by value.
+def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
+    """How a ``perseus::experts`` call with these arguments runs.
 
     Raises:
         UnsupportedMoE: an argument or a number is not legal, or no kernel exists for the device.
     """
-    spec = ExpertsSpec(
-        weight_layout=weight_layout,
-        gate_layout=gate_layout,
-        activation=activation,
-        activation_params=activation_params,
-        weight_on=weight_on,
-        num_experts=num_experts,
-        expert_offset=expert_offset,
-    )
     check_experts(args, spec)
     if args.x.device.type != "cpu":
         raise no_kernel(args.x.device)
@@ -108,45 +88,11 @@ def lower(
         dtype=args.x.dtype,
         combine_dtype=torch.float64 if args.x.dtype == torch.float64 else torch.float32,
         num_local_experts=args.gate_up.shape[0],
+        model_width=args.x.shape[0],
+        expert_width=_expert_width(args, spec),
         few_rows=FEW_ROWS.get(args.x.dtype, 0),
         experts=spec,
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def lower_routing(
-    args: RouterArgs,
-    num_experts: int,
-    routing: Routing,
-    top_k: int,
-    renormalize: bool,
-    renormalize_eps: float,
-    routing_scale: float,
-    num_groups: int,
-    topk_groups: int,
-    router_dtype: torch.dtype,
-    score_dtype: torch.dtype,
-    weights_dtype: torch.dtype,
-) -> RoutingSpec:
-    """The router of a ``perseus::moe`` call with these arguments; cached by value.
-
-    Raises:
-        UnsupportedMoE: an argument or a number is not legal.
-    """
-    spec = RoutingSpec(
-        routing=routing,
-        top_k=top_k,
-        renormalize=renormalize,
-        renormalize_eps=renormalize_eps,
-        routing_scale=routing_scale,
-        num_groups=num_groups,
-        topk_groups=topk_groups,
-        router_dtype=router_dtype,
-        score_dtype=score_dtype,
-        weights_dtype=weights_dtype,
-    )
-    check_routing(args, spec, num_experts)
-    return spec
 
 
 def no_kernel(device: torch.device) -> UnsupportedMoE:

@@ -13,6 +13,8 @@ Configuration is by value only, so graphs that hold these ops can be cached and 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from perseus_compile import launch, lower
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
-from perseus_compile.lower import ExpertsArgs, RouterArgs, token_arg, whole_arg
+from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
 from perseus_compile.routing import route
 
 _EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
@@ -47,24 +49,19 @@ _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
 
-def _experts_args(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-) -> ExpertsArgs:
-    return ExpertsArgs(
-        token_arg(x),
-        token_arg(ids),
-        token_arg(weights),
+def _weight_args(
+    gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+) -> tuple[Arg, Arg | None, Arg, Arg | None]:
+    return (
         whole_arg(gate_up),
         None if gate_up_bias is None else whole_arg(gate_up_bias),
         whole_arg(down),
         None if down_bias is None else whole_arg(down_bias),
     )
+
+
+def _experts_args(x: Tensor, ids: Tensor, weights: Tensor, *expert_tensors: Any) -> ExpertsArgs:
+    return ExpertsArgs(token_arg(x), token_arg(ids), token_arg(weights), *_weight_args(*expert_tensors))
 
 
 def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias: Tensor | None) -> RouterArgs:
@@ -74,6 +71,21 @@ def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias
         None if bias is None else whole_arg(bias),
         None if correction_bias is None else whole_arg(correction_bias),
     )
+
+
+def _experts_spec(*, activation_params: Any, **numbers: Any) -> ExpertsSpec:
+    return ExpertsSpec(activation_params=tuple(activation_params), **numbers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(args: ExpertsArgs, numbers: tuple[tuple[str, Any], ...]) -> launch.CpuExperts:
+    """The experts of such a call, checked and ready to run; cached by value."""
+    return launch.CpuExperts(lower.lower(args, _experts_spec(**dict(numbers))))
+
+
+def _hashable(numbers: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    numbers["activation_params"] = tuple(numbers["activation_params"])
+    return tuple(numbers.items())
 
 
 def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
@@ -89,83 +101,74 @@ def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
             )
 
 
+# ---- Between autograd and the kernels
+
+
+def _wants_grad(tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+
+
+def _below_autograd(op: Any, cpu_kernel: Any, keyset: Any, tensors: Any, numbers: dict[str, Any]) -> Tensor:
+    """Calls ``op`` without autograd: one node where it is traced, its kernel where it runs."""
+    below = keyset & _BELOW_AUTOGRAD
+    with torch._C._AutoDispatchBelowAutograd():
+        if below.highestPriorityTypeId() == torch._C.DispatchKey.CPU:
+            # What the dispatcher would call next, without packing and unpacking some 20 arguments once more.
+            return cpu_kernel(*tensors, **numbers)
+        return op.redispatch(below, *tensors, **numbers)
+
+
 # ---- perseus::experts
 
 
-def _experts_cpu(
-    *tensors: Any,
-    weight_layout: Any,
-    gate_layout: Any,
-    activation: Any,
-    activation_params: list[float],
-    weight_on: Any,
-    num_experts: int,
-    expert_offset: int,
-) -> Tensor:
-    spec = lower.lower(
-        _experts_args(*tensors),
-        weight_layout,
-        gate_layout,
-        activation,
-        tuple(activation_params),
-        weight_on,
-        num_experts,
-        expert_offset,
-    )
+def _experts_cpu(*tensors: Any, **numbers: Any) -> Tensor:
+    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
-    return launch.run_experts(spec, *tensors)
+    return experts.forward(*tensors)
 
 
-def _experts_fake(*tensors: Any, activation_params: list[float], **numbers: Any) -> Tensor:
-    spec = ExpertsSpec(activation_params=tuple(activation_params), **numbers)
-    lower.check_experts(_experts_args(*tensors), spec)
+def _experts_fake(*tensors: Any, **numbers: Any) -> Tensor:
+    lower.check_experts(_experts_args(*tensors), _experts_spec(**numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
 
 
-def _experts_setup_context(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-    ctx.numbers = keyword_only_inputs
+class _ExpertsFunction(torch.autograd.Function):
+    """``perseus::experts`` with its derivative. Saves only inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, numbers: dict[str, Any], *tensors: Any) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.numbers = numbers
+        return _below_autograd(torch.ops.perseus.experts.default, _experts_cpu, keyset, tensors, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, _, *need_rest = ctx.needs_input_grad[2:]
+        needs_grad = [need_x, *need_rest]
+        grads = iter(
+            torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, **ctx.numbers, needs_grad=needs_grad)
+        )
+        grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
+        return None, None, grad_x, None, *grad_rest
 
 
-def _experts_derivative(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-    need_x, _, *need_rest = ctx.needs_input_grad
-    needs_grad = [need_x, *need_rest]
-    grads = iter(torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, **ctx.numbers, needs_grad=needs_grad))
-    grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
-    return grad_x, None, *grad_rest
+def _experts_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
+    if _wants_grad(tensors):
+        return _ExpertsFunction.apply(keyset, numbers, *tensors)
+    return _below_autograd(torch.ops.perseus.experts.default, _experts_cpu, keyset, tensors, numbers)
 
 
 # ---- perseus::experts_backward
 
 
-def _experts_backward_cpu(
-    grad_TD: Tensor,
-    *tensors: Any,
-    weight_layout: Any,
-    gate_layout: Any,
-    activation: Any,
-    activation_params: list[float],
-    weight_on: Any,
-    num_experts: int,
-    expert_offset: int,
-    needs_grad: list[bool],
-) -> list[Tensor]:
-    spec = lower.lower(
-        _experts_args(*tensors),
-        weight_layout,
-        gate_layout,
-        activation,
-        tuple(activation_params),
-        weight_on,
-        num_experts,
-        expert_offset,
-    )
+def _experts_backward_cpu(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
+    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK, grad=grad_TD)
-    return launch.run_experts_backward(spec, grad_TD, *tensors, needs_grad=needs_grad)
+    return experts.backward(needs_grad, grad_TD, *tensors)
 
 
 def _experts_backward_fake(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
@@ -190,11 +193,27 @@ def _take_routing(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: numbers.pop(name) for name in _ROUTING_FIELDS}
 
 
+@functools.lru_cache(maxsize=4096)
+def _prepared_moe(
+    router_args: RouterArgs,
+    expert_args: tuple[Arg, Arg | None, Arg, Arg | None],
+    numbers: tuple[tuple[str, Any], ...],
+) -> tuple[dict[str, Any], launch.CpuExperts]:
+    """The router's numbers and the experts of such a call, checked and ready to run; cached by value."""
+    rest = dict(numbers)
+    routing = _take_routing(rest)
+    lower.check_routing(router_args, RoutingSpec(**routing), rest["num_experts"])
+    x = router_args.x
+    ids = Arg(x.device, torch.int64, (routing["top_k"],))
+    args = ExpertsArgs(x, ids, ids._replace(dtype=routing["weights_dtype"]), *expert_args)
+    return routing, launch.CpuExperts(lower.lower(args, _experts_spec(**rest)))
+
+
 def _moe_cpu(*tensors: Any, **numbers: Any) -> Tensor:
-    routing = _take_routing(numbers)
-    lower.lower_routing(_router_args(*tensors[:4]), numbers["num_experts"], **routing)
-    weights_TK, ids_TK = route(*tensors[:4], **routing)
-    return _experts_cpu(tensors[0], ids_TK, weights_TK, *tensors[4:], **numbers)
+    router_tensors, expert_tensors = tensors[:4], tensors[4:]
+    routing, experts = _prepared_moe(_router_args(*router_tensors), _weight_args(*expert_tensors), _hashable(numbers))
+    weights_TK, ids_TK = route(*router_tensors, **routing)
+    return experts.forward(tensors[0], ids_TK, weights_TK, *expert_tensors)
 
 
 def _moe_fake(*tensors: Any, **numbers: Any) -> Tensor:
@@ -205,19 +224,18 @@ def _moe_fake(*tensors: Any, **numbers: Any) -> Tensor:
     return _experts_fake(x_TD, ids_TK, ids_TK.to(routing.weights_dtype), *tensors[4:], **numbers)
 
 
+def route_and_experts(*tensors: Any, **numbers: Any) -> Tensor:
+    """``perseus::moe`` taken apart: the router as plain differentiable torch ops, then ``perseus::experts``."""
+    routing = RoutingSpec(**_take_routing(numbers))
+    lower.check_routing(_router_args(*tensors[:4]), routing, numbers["num_experts"])
+    weights_TK, ids_TK = route(*tensors[:4], **routing.as_kwargs())
+    return torch.ops.perseus.experts(tensors[0], ids_TK, weights_TK, *tensors[4:], **numbers)
+
+
 def _moe_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
-    """With gradients: the router as plain torch ops, then ``perseus::experts``. Without: one node, below autograd."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors):
-        routing = RoutingSpec(**_take_routing(numbers))
-        lower.check_routing(_router_args(*tensors[:4]), routing, numbers["num_experts"])
-        weights_TK, ids_TK = route(*tensors[:4], **routing.as_kwargs())
-        return torch.ops.perseus.experts(tensors[0], ids_TK, weights_TK, *tensors[4:], **numbers)
-    below = keyset & _BELOW_AUTOGRAD
-    with torch._C._AutoDispatchBelowAutograd():
-        if below.highestPriorityTypeId() == torch._C.DispatchKey.CPU:
-            # What the dispatcher would call next, without packing 25 arguments once more.
-            return _moe_cpu(*tensors, **numbers)
-        return torch.ops.perseus.moe.default.redispatch(below, *tensors, **numbers)
+    if _wants_grad(tensors):
+        return route_and_experts(*tensors, **numbers)
+    return _below_autograd(torch.ops.perseus.moe.default, _moe_cpu, keyset, tensors, numbers)
 
 
 # ---- registration
@@ -231,15 +249,17 @@ def _register() -> None:
     for schema in SCHEMAS:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     kernels = {"experts": _experts_cpu, "experts_backward": _experts_backward_cpu, "moe": _moe_cpu}
-    fakes = {"experts": _experts_fake, "experts_backward": _experts_backward_fake, "moe": _moe_fake}
+    fakes: dict[str, Callable[..., Any]] = {
+        "experts": _experts_fake,
+        "experts_backward": _experts_backward_fake,
+        "moe": _moe_fake,
+    }
     for name, kernel in kernels.items():
         _LIBRARY.impl(name, kernel, "CPU")
         _LIBRARY.impl(name, _other_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"perseus::{name}", fakes[name], lib=_LIBRARY)
-    torch.library.register_autograd(
-        "perseus::experts", _experts_derivative, setup_context=_experts_setup_context, lib=_LIBRARY
-    )
     torch.library.register_autograd("perseus::experts_backward", _no_second_derivative, lib=_LIBRARY)
+    _LIBRARY.impl("experts", _experts_autograd, "Autograd", with_keyset=True)
     _LIBRARY.impl("moe", _moe_autograd, "Autograd", with_keyset=True)
 
 

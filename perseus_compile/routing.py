@@ -30,12 +30,12 @@ def route(
     score_dtype: torch.dtype,
     weights_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Routing weights [T, K] in ``weights_dtype`` and int64 expert ids [T, K]; see ``facts.RoutingSpec`` for the numbers.
+    """Routing weights [T, K] in ``weights_dtype`` and int64 expert ids [T, K]; ``facts.RoutingSpec`` has the numbers.
 
     The arguments are taken to be legal: ``lower.check_routing`` is the one statement of what is.
     """
-    bias = None if bias_E is None else bias_E.to(router_dtype)
-    logits_TE = F.linear(x_TD.to(router_dtype), weight_ED.to(router_dtype), bias)
+    bias_E = None if bias_E is None else _cast(bias_E, router_dtype)
+    logits_TE = F.linear(_cast(x_TD, router_dtype), _cast(weight_ED, router_dtype), bias_E)
     if routing == "softmax_topk":
         weights_TK, ids_TK = torch.topk(F.softmax(logits_TE, dim=-1, dtype=score_dtype), top_k, dim=-1)
     elif routing == "topk_softmax":
@@ -53,7 +53,7 @@ def route(
     if renormalize:
         total_T1 = weights_TK.sum(dim=-1, keepdim=True)
         weights_TK = weights_TK / (total_T1 + renormalize_eps if renormalize_eps else total_T1)
-    weights_TK = weights_TK.to(weights_dtype)
+    weights_TK = _cast(weights_TK, weights_dtype)
     return (weights_TK if routing_scale == 1.0 else weights_TK * routing_scale), ids_TK
 
 
@@ -64,3 +64,8 @@ def _keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int) -> T
     best_groups = torch.topk(group_scores_TG, topk_groups, dim=-1, sorted=False)[1]
     drop_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter(1, best_groups, False)
     return choice_TGE.masked_fill(drop_TG.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, which costs a microsecond even where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -1,5 +1,5 @@
-// Where do the inner loops keep rows that they read again and again? In memory aligned to a cache line: a vector load that
-// straddles two lines costs two.
+// Where do the inner loops keep rows that they read again and again? In memory aligned to a cache line: a vector load
+// that straddles two lines costs two.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Which inner loops does this CPU run? One table per instruction set and element type; the best one is chosen at run time.
+// Which inner loops does this CPU run? One table per instruction set and element type; the best is chosen at run time.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,10 @@ inline void narrow(BFloat16* to, float value) {
 
 constexpr int kMaxTileRows = 8;
 
-// out[m][n] = sum over depth of row m times weight n, for [rows - 1] rows: (panel, weight, ldw, depth, num_outs, out, ldo).
+enum class Activation { kSilu, kGelu, kGeluTanh, kClampedSwiglu };
+constexpr int kNumActivations = 4;
+
+// out[m][n] = sum over depth of row m times weight n: (panel, weight, ldw, depth, num_outs, out, ldo).
 template <typename Panel, typename T>
 using OutsFn = void (*)(const Panel*, const T*, int64_t, int64_t, int64_t, T*, int64_t);
 // (one pointer per row, num_rows, depth, panel)
@@ -47,10 +50,12 @@ using PackFn = void (*)(const T* const*, int64_t, int64_t, Panel*);
 template <typename T>
 struct Kernels {
     const char* name;
-    OutsFn<T, T> dot_outs[kMaxTileRows];
+    OutsFn<T, T> dot_outs[kMaxTileRows];  // [rows - 1]
     PackFn<T, T> dot_pack;
-    OutsFn<float, T> outer_outs[kMaxTileRows];
+    OutsFn<float, T> outer_outs[kMaxTileRows];  // [rows - 1]
     PackFn<float, T> outer_pack;
+    // [activation][interleaved]: (hidden, width, alpha, limit, active)
+    void (*activate_row[kNumActivations][2])(const T*, int64_t, float, float, T*);
     // (rows, slots, weights, num_choices, width, out)
     void (*combine_token)(const T*, const int64_t*, const float*, int64_t, int64_t, T*);
 };

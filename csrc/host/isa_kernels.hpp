@@ -6,8 +6,8 @@
 //   PERSEUS_LANES     floats per vector register,
 //   PERSEUS_BF16_DOT  1 where pairs of bfloat16 are multiplied and added in one instruction.
 //
-// Vectors are compiler extensions of g++ and clang++. A bfloat16 is the upper half of a float, so one 32-bit word of two
-// bfloat16 becomes two floats by a shift and a mask.
+// Vectors are compiler extensions of g++ and clang++. A bfloat16 is the upper half of a float, so one 32-bit word of
+// two bfloat16 becomes two floats by a shift and a mask.
 
 #define PERSEUS_INLINE PERSEUS_TARGET inline __attribute__((always_inline))
 
@@ -241,9 +241,90 @@ PERSEUS_TARGET void outer_outs(
     }
 }
 
+// ---- Between the two linear maps -----------------------------------------------------------------------------------
+
+// To 2 units in the last place; overflows to infinity, and below -87.3 stays at the smallest normal number.
+PERSEUS_INLINE Floats exponential(Floats x) {
+    constexpr float kLog2E = 1.44269504f, kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+    x = x > 88.8f ? Floats{} + 88.8f : x;
+    x = x < -87.3f ? Floats{} - 87.3f : x;
+    const Floats shifted = x * kLog2E + kRound;
+    const Floats power = shifted - kRound;
+    const Floats rest = (x - power * kLn2High) - power * kLn2Low;
+    // Cephes, expf.
+    Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    return sum * (Floats)(((Words)shifted << 23) + 0x3f800000u);  // times 2^power
+}
+
+PERSEUS_INLINE Floats times_sigmoid(Floats x, Floats of) { return x / (exponential(-of) + 1.0f); }
+
+// Abramowitz and Stegun 7.1.26, within 1.5e-7, for x >= 0.
+PERSEUS_INLINE Floats error_function(Floats x) {
+    const Floats t = 1.0f / (x * 0.3275911f + 1.0f);
+    Floats sum = t * 1.061405429f - 1.453152027f;
+    sum = sum * t + 1.421413741f;
+    sum = sum * t - 0.284496736f;
+    sum = sum * t + 0.254829592f;
+    return 1.0f - sum * t * exponential(-x * x);
+}
+
+template <Activation kActivation>
+PERSEUS_INLINE Floats gated(Floats gate, Floats up, float alpha, float limit) {
+    if constexpr (kActivation == Activation::kSilu) {
+        return times_sigmoid(gate, gate) * up;
+    } else if constexpr (kActivation == Activation::kGelu) {
+        const Floats magnitude = (Floats)((Words)gate & 0x7fffffffu) * 0.70710678f;
+        const Floats erf = error_function(magnitude);
+        return gate * 0.5f * (gate < 0.0f ? 1.0f - erf : 1.0f + erf) * up;
+    } else if constexpr (kActivation == Activation::kGeluTanh) {
+        // 0.5 * (1 + tanh(u)) is sigmoid(2u).
+        const Floats twice = (gate + gate * gate * gate * 0.044715f) * 1.59576912f;
+        return times_sigmoid(gate, twice) * up;
+    } else {
+        gate = gate > limit ? Floats{} + limit : gate;
+        up = up > limit ? Floats{} + limit : up;
+        up = up < -limit ? Floats{} - limit : up;
+        return times_sigmoid(gate, gate * alpha) * (up + 1.0f);
+    }
+}
+
+// One row: active[f] from the gate and up halves of hidden, rounded once.
+template <typename T, Activation kActivation, bool kInterleaved>
+PERSEUS_TARGET void activate_row(const T* hidden, int64_t width, float alpha, float limit, T* active) {
+    constexpr int kStride = kInterleaved ? 2 : 1;
+    const T* const up_half = hidden + (kInterleaved ? 1 : width);
+    for (int64_t f = 0; f < width; f += kLanes) {
+        float gates[kLanes] = {}, ups[kLanes] = {}, results[kLanes];
+        const int64_t count = width - f < kLanes ? width - f : kLanes;
+        if (count == kLanes) {
+            for (int i = 0; i < kLanes; ++i) gates[i] = widen(hidden[(f + i) * kStride]);
+            for (int i = 0; i < kLanes; ++i) ups[i] = widen(up_half[(f + i) * kStride]);
+        } else {
+            for (int i = 0; i < count; ++i) gates[i] = widen(hidden[(f + i) * kStride]);
+            for (int i = 0; i < count; ++i) ups[i] = widen(up_half[(f + i) * kStride]);
+        }
+        Floats gate, up;
+        std::memcpy(&gate, gates, sizeof(gate));
+        std::memcpy(&up, ups, sizeof(up));
+        const Floats result = gated<kActivation>(gate, up, alpha, limit);
+        std::memcpy(results, &result, sizeof(result));
+        if (count == kLanes) {
+            for (int i = 0; i < kLanes; ++i) narrow(active + f + i, results[i]);
+        } else {
+            for (int i = 0; i < count; ++i) narrow(active + f + i, results[i]);
+        }
+    }
+}
+
 // ---- Combine -------------------------------------------------------------------------------------------------------
 
-// One token: out = sum over choices, in choice order, of weights[choice] * rows[slots[choice]]; foreign choices skipped.
+// One token: out = sum over choices, in order, of weights[choice] * rows[slots[choice]]; foreign choices are skipped.
 template <typename T>
 PERSEUS_TARGET void combine_token(
     const T* rows, const int64_t* slots, const float* weights, int64_t num_choices, int64_t width, T* out) {
@@ -283,6 +364,10 @@ constexpr Kernels<T> make_kernels(const char* name) {
         {outer_outs<T, 1>, outer_outs<T, 2>, outer_outs<T, 3>, outer_outs<T, 4>, outer_outs<T, 5>, outer_outs<T, 6>,
          outer_outs<T, 7>, outer_outs<T, 8>},
         outer_pack<T>,
+        {{activate_row<T, Activation::kSilu, false>, activate_row<T, Activation::kSilu, true>},
+         {activate_row<T, Activation::kGelu, false>, activate_row<T, Activation::kGelu, true>},
+         {activate_row<T, Activation::kGeluTanh, false>, activate_row<T, Activation::kGeluTanh, true>},
+         {activate_row<T, Activation::kClampedSwiglu, false>, activate_row<T, Activation::kClampedSwiglu, true>}},
         combine_token<T>,
     };
 }

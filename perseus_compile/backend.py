@@ -15,6 +15,7 @@ from . import observe, verify
 from .capture import CaptureError, aten_view
 from .errors import OptionError, UnsupportedMoE
 from .facts import MoEMatch, MoEPlan, Refusal
+from .inductor import register_decompositions
 from .options import Options
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
@@ -119,6 +120,7 @@ def inner_compiler(options: Options) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         patches = list_mode_options(options.mode) if options.mode else None
+        register_decompositions()
         return functools.partial(compile_fx, config_patches=patches)
     registered = torch._dynamo.list_backends(exclude_tags=())
     if options.inner not in registered:

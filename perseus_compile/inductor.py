@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,13 @@ from torch import Tensor
 from perseus_compile.ops import route_and_experts
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's own table and ours, for the argument ``decompositions`` of ``compile_fx``."""
-    from torch._inductor.decomposition import select_decomp_table
+def register_decompositions() -> None:
+    """Adds ours to Inductor's table. A table passed to ``compile_fx`` instead would switch its cache off."""
+    from torch._inductor import decomposition
 
-    return {**select_decomp_table(), torch.ops.perseus.moe.default: _moe_on_cpu}
+    if torch.ops.perseus.moe.default not in decomposition.decompositions:
+        decomposition.register_decomposition([torch.ops.perseus.moe.default])(_moe_on_cpu)
+        decomposition.fast_random_decomps.cache_clear()  # a copy of the table that an earlier compilation made
 
 
 def _moe_on_cpu(x_TD: Tensor, *tensors: Any, **numbers: Any) -> Any:

@@ -1,7 +1,7 @@
 """Are the expert ids of a call in range? The op that the option ``debug`` puts before ``perseus::experts``.
 
-``perseus::experts`` skips ids that are out of range, and finding one costs a host synchronisation on a GPU, so the check
-is an op of its own that only debugging pays for.
+``perseus::experts`` skips ids that are out of range, and finding one costs a host synchronisation on a GPU, so the
+check is an op of its own that only debugging pays for.
 """
 
 from __future__ import annotations

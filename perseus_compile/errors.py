@@ -20,5 +20,17 @@ class UnsupportedMoE(PerseusError, ValueError):
     under ``on_unsupported="error"``."""
 
 
+class BuildError(PerseusError, RuntimeError):
+    """A kernel that did not compile or did not load; the message names the log."""
+
+
+class LaunchError(PerseusError, RuntimeError):
+    """A CUDA driver call that failed around a launch."""
+
+
+class PeerTimeout(PerseusError, RuntimeError):
+    """A wait inside a kernel that ran out of time; the output of that launch is NaN."""
+
+
 class VerificationError(PerseusError, RuntimeError):
     """A rewrite whose numbers differ from the region that it replaces, found under ``verify=True``."""

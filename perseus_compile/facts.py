@@ -125,7 +125,7 @@ class MoEPlan:
 class KernelSpec:
     """How one ``perseus::experts`` call runs: everything that is known without looking at the token count."""
 
-    device: Literal["cpu"]
+    device: Literal["cpu", "cuda"]
     dtype: torch.dtype  # of x, the expert weights and biases, and of every GEMM
     combine_dtype: torch.dtype  # the weighted sum over the chosen experts is made in it
     num_local_experts: int  # experts whose weights are passed

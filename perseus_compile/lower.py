@@ -81,16 +81,17 @@ def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
         UnsupportedMoE: an argument or a number is not legal, or no kernel exists for the device.
     """
     check_experts(args, spec)
-    if args.x.device.type != "cpu":
+    if args.x.device.type not in ("cpu", "cuda"):
         raise no_kernel(args.x.device)
+    on_cpu = args.x.device.type == "cpu"
     return KernelSpec(
-        device="cpu",
+        device="cpu" if on_cpu else "cuda",
         dtype=args.x.dtype,
         combine_dtype=torch.float64 if args.x.dtype == torch.float64 else torch.float32,
         num_local_experts=args.gate_up.shape[0],
         model_width=args.x.shape[0],
         expert_width=_expert_width(args, spec),
-        few_rows=FEW_ROWS.get(args.x.dtype, 0),
+        few_rows=FEW_ROWS.get(args.x.dtype, 0) if on_cpu else 0,
         experts=spec,
     )
 
@@ -98,7 +99,7 @@ def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
 def no_kernel(device: torch.device) -> UnsupportedMoE:
     """The error of a call on a device that perseus has no kernel for."""
     return UnsupportedMoE(
-        f"perseus ops run on device type 'cpu', got '{device.type}'; move the tensors to the CPU, "
+        f"perseus ops run on device types 'cpu' and 'cuda', got '{device.type}'; move the tensors to one of these, "
         "or leave options={'on_unsupported': 'keep'}, which keeps the layer's own code on other devices"
     )
 

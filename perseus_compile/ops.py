@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from perseus_compile import launch, lower
+from perseus_compile import launch, launch_cuda, lower
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
@@ -46,7 +46,11 @@ SCHEMAS = (
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
 # Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
+_KERNEL_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
+
+
+_Experts: TypeAlias = "launch.CpuExperts | launch_cuda.CudaExperts"
 
 
 def _weight_args(
@@ -78,9 +82,10 @@ def _experts_spec(*, activation_params: Any, **numbers: Any) -> ExpertsSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(args: ExpertsArgs, numbers: tuple[tuple[str, Any], ...]) -> launch.CpuExperts:
+def _prepared(args: ExpertsArgs, numbers: tuple[tuple[str, Any], ...]) -> _Experts:
     """The experts of such a call, checked and ready to run; cached by value."""
-    return launch.CpuExperts(lower.lower(args, _experts_spec(**dict(numbers))))
+    spec = lower.lower(args, _experts_spec(**dict(numbers)))
+    return launch.CpuExperts(spec) if spec.device == "cpu" else launch_cuda.CudaExperts(spec)
 
 
 def _hashable(numbers: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -108,20 +113,20 @@ def _wants_grad(tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
-def _below_autograd(op: Any, cpu_kernel: Any, keyset: Any, tensors: Any, numbers: dict[str, Any]) -> Tensor:
+def _below_autograd(op: Any, kernel: Any, keyset: Any, tensors: Any, numbers: dict[str, Any]) -> Tensor:
     """Calls ``op`` without autograd: one node where it is traced, its kernel where it runs."""
     below = keyset & _BELOW_AUTOGRAD
     with torch._C._AutoDispatchBelowAutograd():
-        if below.highestPriorityTypeId() == torch._C.DispatchKey.CPU:
+        if below.highestPriorityTypeId() in _KERNEL_KEYS:
             # What the dispatcher would call next, without packing and unpacking some 20 arguments once more.
-            return cpu_kernel(*tensors, **numbers)
+            return kernel(*tensors, **numbers)
         return op.redispatch(below, *tensors, **numbers)
 
 
 # ---- perseus::experts
 
 
-def _experts_cpu(*tensors: Any, **numbers: Any) -> Tensor:
+def _experts_kernel(*tensors: Any, **numbers: Any) -> Tensor:
     experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
@@ -142,7 +147,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx: Any, keyset: Any, numbers: dict[str, Any], *tensors: Any) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.numbers = numbers
-        return _below_autograd(torch.ops.perseus.experts.default, _experts_cpu, keyset, tensors, numbers)
+        return _below_autograd(torch.ops.perseus.experts.default, _experts_kernel, keyset, tensors, numbers)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,13 +163,13 @@ class _ExpertsFunction(torch.autograd.Function):
 def _experts_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
     if _wants_grad(tensors):
         return _ExpertsFunction.apply(keyset, numbers, *tensors)
-    return _below_autograd(torch.ops.perseus.experts.default, _experts_cpu, keyset, tensors, numbers)
+    return _below_autograd(torch.ops.perseus.experts.default, _experts_kernel, keyset, tensors, numbers)
 
 
 # ---- perseus::experts_backward
 
 
-def _experts_backward_cpu(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
+def _experts_backward_kernel(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
     experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK, grad=grad_TD)
@@ -198,21 +203,29 @@ def _prepared_moe(
     router_args: RouterArgs,
     expert_args: tuple[Arg, Arg | None, Arg, Arg | None],
     numbers: tuple[tuple[str, Any], ...],
-) -> tuple[dict[str, Any], launch.CpuExperts]:
-    """The router's numbers and the experts of such a call, checked and ready to run; cached by value."""
+) -> tuple[RoutingSpec, _Experts]:
+    """The router and the experts of such a call, checked and ready to run; cached by value."""
     rest = dict(numbers)
-    routing = _take_routing(rest)
-    lower.check_routing(router_args, RoutingSpec(**routing), rest["num_experts"])
+    routing = RoutingSpec(**_take_routing(rest))
+    lower.check_routing(router_args, routing, rest["num_experts"])
     x = router_args.x
-    ids = Arg(x.device, torch.int64, (routing["top_k"],))
-    args = ExpertsArgs(x, ids, ids._replace(dtype=routing["weights_dtype"]), *expert_args)
-    return routing, launch.CpuExperts(lower.lower(args, _experts_spec(**rest)))
+    ids = Arg(x.device, torch.int64, (routing.top_k,))
+    args = ExpertsArgs(x, ids, ids._replace(dtype=routing.weights_dtype), *expert_args)
+    return routing, _prepared(args, tuple(rest.items()))
 
 
-def _moe_cpu(*tensors: Any, **numbers: Any) -> Tensor:
+@functools.lru_cache(maxsize=1024)
+def _kwargs_of(routing: RoutingSpec) -> dict[str, Any]:
+    return routing.as_kwargs()
+
+
+def _moe_kernel(*tensors: Any, **numbers: Any) -> Tensor:
     router_tensors, expert_tensors = tensors[:4], tensors[4:]
     routing, experts = _prepared_moe(_router_args(*router_tensors), _weight_args(*expert_tensors), _hashable(numbers))
-    weights_TK, ids_TK = route(*router_tensors, **routing)
+    if tensors[0].is_cuda:
+        weights_TK, ids_TK = launch_cuda.run_router(routing, *router_tensors)
+    else:
+        weights_TK, ids_TK = route(*router_tensors, **_kwargs_of(routing))
     return experts.forward(tensors[0], ids_TK, weights_TK, *expert_tensors)
 
 
@@ -235,7 +248,7 @@ def route_and_experts(*tensors: Any, **numbers: Any) -> Tensor:
 def _moe_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
     if _wants_grad(tensors):
         return route_and_experts(*tensors, **numbers)
-    return _below_autograd(torch.ops.perseus.moe.default, _moe_cpu, keyset, tensors, numbers)
+    return _below_autograd(torch.ops.perseus.moe.default, _moe_kernel, keyset, tensors, numbers)
 
 
 # ---- registration
@@ -248,7 +261,7 @@ def _other_device(tensor: Tensor, *_: Any, **__: Any) -> Any:
 def _register() -> None:
     for schema in SCHEMAS:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    kernels = {"experts": _experts_cpu, "experts_backward": _experts_backward_cpu, "moe": _moe_cpu}
+    kernels = {"experts": _experts_kernel, "experts_backward": _experts_backward_kernel, "moe": _moe_kernel}
     fakes: dict[str, Callable[..., Any]] = {
         "experts": _experts_fake,
         "experts_backward": _experts_backward_fake,
@@ -256,6 +269,7 @@ def _register() -> None:
     }
     for name, kernel in kernels.items():
         _LIBRARY.impl(name, kernel, "CPU")
+        _LIBRARY.impl(name, kernel, "CUDA")
         _LIBRARY.impl(name, _other_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"perseus::{name}", fakes[name], lib=_LIBRARY)
     torch.library.register_autograd("perseus::experts_backward", _no_second_derivative, lib=_LIBRARY)

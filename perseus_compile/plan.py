@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
+from . import grouped
 from .errors import UnsupportedMoE
 from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch
 from .lower import (
@@ -31,14 +32,19 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     module is one), rewriting fixes them in the op, and this adds the guards that say so. Token counts are never fixed.
     """
     x = match.x_TD.meta["example_value"]
-    if x.device.type != "cpu":
-        return _refuse(match, f"perseus ops run on cpu in this version, the layer is on {x.device}")
+    if x.device.type not in ("cpu", "cuda"):
+        return _refuse(match, f"perseus ops run on cpu and cuda, the layer is on {x.device}")
     if x.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
         return _refuse(match, f"the layer's dtype must be one of {supported}, got {x.dtype}")
     illegal = _illegal_experts(match)
     if illegal is not None:
         return _refuse(match, illegal)
+    if x.device.type == "cuda":
+        # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
+        uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
+        if uncovered is not None:
+            return _refuse(match, uncovered)
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)

@@ -49,8 +49,11 @@ def test_errors_name_the_option_what_is_allowed_and_what_came(name: str) -> None
 
 
 def test_unknown_inner_backend_is_told_at_once() -> None:
-    with pytest.raises(OptionError, match=r"^option 'inner' must name a backend registered with torch.compile \(.*"
-                       r"inductor.*\), got 'no_such_backend'; import the package that registers it first$"):  # fmt: skip
+    message = (
+        r"^option 'inner' must name a backend registered with torch.compile \(.*inductor.*\), got 'no_such_backend'; "
+        r"import the package that registers it first$"
+    )
+    with pytest.raises(OptionError, match=message):
         perseus_compile.compile(torch.sin, inner="no_such_backend")
 
 

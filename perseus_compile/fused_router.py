@@ -1,0 +1,121 @@
+"""How does a router's part after the logits run on CUDA? One launch instead of five; covers float32 scores.
+
+The logits stay a torch GEMM. The same choices as ``routing.route`` but for exactly equal scores, where torch.topk on
+CUDA takes any and this takes the lower expert; weights agree to float32 rounding. Choices fall in score.
+
+Axes: T tokens, K choices per token, E experts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from perseus_compile.errors import BuildError, LaunchError
+from perseus_compile.facts import RoutingSpec
+from perseus_compile.jit import compiler, driver
+from perseus_compile.jit.cache import ImageCache, default_folder
+from perseus_compile.jit.spec import source_key
+
+_log = logging.getLogger(__name__)
+_ROUTINGS = ("softmax_topk", "topk_softmax", "sigmoid_topk")  # in the order of enum Routing
+_MAX_TOP_K = 32
+_MAX_EXPERTS = 1024
+_MAX_GROUPS = 32
+_TOKENS_PER_CTA = 4
+_ADDRESSES = ("logits", "correction_bias", "ids", "weights")
+_NUMBERS = (
+    *("num_tokens", "num_experts", "top_k", "routing", "logits_are_bf16", "renormalize", "round_to_bf16"),
+    *("num_groups", "topk_groups"),
+)
+
+
+class RouteParams(ctypes.Structure):
+    """Mirrors routing/route.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
+        *((name, ctypes.c_uint32) for name in _NUMBERS),
+        ("renormalize_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec) -> str | None:
+    """Why the routing kernel cannot run this call; None: it can."""
+    if logits_TE.device.type != "cuda":
+        return f"the routing kernel needs logits on a CUDA device, got {logits_TE.device}"
+    if logits_TE.dtype not in (torch.float32, torch.bfloat16) or not logits_TE.is_contiguous():
+        return f"logits must be contiguous and float32 or bfloat16, got {logits_TE.dtype}, strides {logits_TE.stride()}"
+    if spec.top_k > _MAX_TOP_K or logits_TE.shape[1] > _MAX_EXPERTS or spec.num_groups > _MAX_GROUPS:
+        return f"at most {_MAX_TOP_K} choices, {_MAX_EXPERTS} experts and {_MAX_GROUPS} groups, got {spec}"
+    if spec.weights_dtype not in (torch.float32, torch.bfloat16):
+        return f"weights must be float32 or bfloat16, got {spec.weights_dtype}"
+    rounds_once = spec.routing == "topk_softmax" and spec.score_dtype == spec.weights_dtype and not spec.renormalize
+    if spec.score_dtype != torch.float32 and not rounds_once:
+        return f"scores must be float32, got {spec.score_dtype}"
+    if correction_bias_E is not None and (
+        correction_bias_E.dtype != torch.float32 or not correction_bias_E.is_contiguous()
+    ):
+        return f"the correction bias must be contiguous float32, got {correction_bias_E.dtype}"
+    return None
+
+
+@functools.cache
+def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
+    source = f'#define PERSEUS_EXPERTS_PER_LANE {experts_per_lane}\n#include "perseus/routing/route.cuh"\n'
+    arch = "sm_" + "".join(map(str, torch.cuda.get_device_capability(device_index)))
+    try:
+        cache = ImageCache(default_folder())
+        key = source_key(source, arch, compiler.compiler_version(), compiler.FLAGS)
+        image = cache.load(key)
+        if image is None:
+            image, _ = compiler.compile_source(source, arch)
+            cache.store(key, image)
+        return driver.Kernel(image, "perseus_route")
+    except (BuildError, LaunchError) as error:
+        _log.warning("%s; routers run as torch ops", error)
+        return None
+
+
+def route_logits(
+    logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec
+) -> tuple[Tensor, Tensor] | None:
+    """Weights float32 [T, K], rounded as the spec says, and ids int32 [T, K]; None where ``why_not`` has a reason."""
+    if why_not(logits_TE, correction_bias_E, spec) is not None:
+        return None
+    num_tokens, num_experts = logits_TE.shape
+    ids_TK = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=logits_TE.device)
+    weights_TK = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=logits_TE.device)
+    if num_tokens == 0:
+        return weights_TK, ids_TK
+    device_index = logits_TE.device.index
+    experts_per_lane = 1 << (-(-num_experts // 32) - 1).bit_length()
+    kernel = _kernel(experts_per_lane, device_index)
+    if kernel is None:
+        return None
+    params = RouteParams(
+        logits=logits_TE.data_ptr(),
+        correction_bias=0 if correction_bias_E is None else correction_bias_E.data_ptr(),
+        ids=ids_TK.data_ptr(),
+        weights=weights_TK.data_ptr(),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=spec.top_k,
+        routing=_ROUTINGS.index(spec.routing),
+        logits_are_bf16=logits_TE.dtype == torch.bfloat16,
+        renormalize=spec.renormalize,
+        round_to_bf16=spec.weights_dtype == torch.bfloat16,
+        num_groups=spec.num_groups,
+        topk_groups=spec.topk_groups,
+        renormalize_eps=spec.renormalize_eps,
+        scale=spec.routing_scale,
+    )
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+    stream = torch.cuda.current_stream(device_index).cuda_stream
+    kernel.launch(-(-num_tokens // _TOKENS_PER_CTA), 32 * _TOKENS_PER_CTA, 0, stream, arguments)
+    return weights_TK, ids_TK

@@ -1,0 +1,1 @@
+"""How do kernels come to be? spec: what is compiled; compiler: how; cache: where kept; driver: loading, launching."""

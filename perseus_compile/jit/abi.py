@@ -1,0 +1,84 @@
+"""How do the numbers of a call lie in memory for the kernel? Mirrors common/params.cuh and layout/workspace.cuh.
+
+The kernel image carries the sizes of its structures; ``moe_kernel`` compares them with these before the first launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+_ADDRESSES = (
+    *("x", "ids", "weights", "gate_up_bias", "down_bias", "out"),
+    *("hidden", "slots", "sorted_rows", "block_list", "hidden_ready", "chunk_counts"),
+    *("control", "error"),
+)
+_NUMBERS = (
+    *("num_tokens", "top_k", "num_local_experts", "expert_offset", "model_width", "expert_width"),
+    *("bias_feature_stride", "bias_pair_stride", "ids_are_i64", "weights_are_bf16", "weight_on_input"),
+    "num_column_groups",
+)
+
+
+class MoeParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
+        ("deadline_ns", ctypes.c_uint64),
+        ("x_row_elements", ctypes.c_int64),
+        *((name, ctypes.c_uint32) for name in _NUMBERS),
+        ("act_alpha", ctypes.c_float),
+        ("act_limit", ctypes.c_float),
+    ]
+
+
+class ErrorRecord(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("phase", "cta", "expert", "tile", "observed", "expected")]
+
+
+CONTROL_WORDS = 8 + 8 + 384
+MAX_COLUMN_GROUPS = 8
+MAX_SORT_CHUNKS = 64
+WAIT_PHASES = {1: "counting rows", 2: "sorting rows", 3: "hidden rows of an expert", 4: "expert outputs"}
+_ALIGN_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspaceLayout:
+    """Offsets in bytes into a call's workspace."""
+
+    hidden: int
+    slots: int
+    sorted_rows: int
+    block_list: int
+    hidden_ready: int
+    chunk_counts: int
+    total_bytes: int
+
+
+def max_blocks(num_rows: int, num_experts: int, max_tokens_per_tile: int) -> int:
+    return num_rows // max_tokens_per_tile + min(num_rows, num_experts)
+
+
+def workspace_layout(
+    *,
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    model_width: int,
+    expert_width: int,
+    max_tokens_per_tile: int,
+) -> WorkspaceLayout:
+    rows = num_tokens * top_k
+    blocks = max_blocks(rows, num_local_experts, max_tokens_per_tile)
+    sizes = (
+        rows * expert_width * 2,
+        rows * model_width * 2,
+        rows * 4,
+        blocks * 16,
+        blocks * 4,
+        MAX_SORT_CHUNKS * num_local_experts * 4,
+    )
+    offsets = [0]
+    for size in sizes:
+        offsets.append(-(-(offsets[-1] + size) // _ALIGN_BYTES) * _ALIGN_BYTES)
+    return WorkspaceLayout(*offsets)

@@ -1,0 +1,68 @@
+"""Where are compiled images kept between processes? Files with a checksum; corrupt is a miss, writes are atomic."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_MAGIC = b"PERSEUS1"
+_HEADER_BYTES = len(_MAGIC) + 32
+
+
+class ImageCache:
+    """Images by key.
+
+    Args:
+        folder: made when the first image is stored.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.cubin"
+
+    def load(self, key: str) -> bytes | None:
+        """The image, or None where there is none or its bytes are not what was stored."""
+        path = self.path(key)
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        image = data[_HEADER_BYTES:]
+        if data[:_HEADER_BYTES] == _MAGIC + hashlib.sha256(image).digest():
+            return image
+        _log.warning("kernel cache: %s is corrupt (%d bytes) and is built again", path, len(data))
+        return None
+
+    def store(self, key: str, image: bytes) -> bool:
+        """False where the folder cannot be written; the image in hand stays good."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f"{key}.", suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(_MAGIC + hashlib.sha256(image).digest() + image)
+                os.replace(temporary, self.path(key))
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            _log.warning(
+                "kernel cache: %s cannot be written (%s); kernels are compiled in every process", self.folder, error
+            )
+            return False
+        return True
+
+
+def default_folder() -> Path:
+    """PERSEUS_CACHE_DIR, else the user's cache folder."""
+    named = os.environ.get("PERSEUS_CACHE_DIR")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "perseus_compile" / "kernels"

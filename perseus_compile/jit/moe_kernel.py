@@ -1,0 +1,243 @@
+"""How does one call of the experts become one launch? Tensors in, kernel parameters out; owns the control words.
+
+What does not change from call to call - numbers, weights, tensor maps of weights - is written once per call site into a
+``Prepared``; a call then sets a dozen addresses and launches.
+
+Axes: T tokens, K choices per token, E experts, D model width, F expert width, R routed rows (T*K).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+
+import torch
+from torch import Tensor
+
+from perseus_compile.errors import LaunchError, PeerTimeout
+from perseus_compile.facts import ExpertsSpec
+from perseus_compile.jit import abi, driver
+
+_ENTRY = "perseus_moe_fwd"
+_FACTS = "perseus_facts"
+_NUM_FACTS = 9
+_CONTROL_STRIDE_WORDS = 512  # more than abi.CONTROL_WORDS; blocks of two streams never share a line
+_MAX_CONTROL_BLOCKS = 4096  # 8 MiB; graphs are never known to be dead, so none is given back
+DEADLINE_NS = 10_000_000_000  # of one wait inside the kernel
+_MAX_HIDDEN_MAPS = 256  # the allocator returns the same few addresses; past this many they are encoded anew
+
+
+class _ControlBlocks:
+    """Words that are zero between launches. Launches that share a block must be ordered: those of one stream, or those
+    that one graph capture took from one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = torch.zeros(_MAX_CONTROL_BLOCKS, _CONTROL_STRIDE_WORDS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # other streams will use them
+        self._of_stream: dict[tuple[int, int], int] = {}
+        self.error = torch.zeros(ctypes.sizeof(abi.ErrorRecord) // 4, dtype=torch.int32, pin_memory=True)
+        self.error_phase = ctypes.c_uint32.from_address(self.error.data_ptr())  # read before every launch
+
+    @property
+    def num_used(self) -> int:
+        return len(self._of_stream)
+
+    def address(self, stream: int) -> int:
+        key = (stream, driver.capture_id(stream))
+        known = self._of_stream.get(key)
+        if known is not None:
+            return known
+        index = len(self._of_stream)
+        if index == _MAX_CONTROL_BLOCKS:
+            raise LaunchError(
+                f"at most {_MAX_CONTROL_BLOCKS} streams and graphs can be served by one process, got one more; "
+                "re-use streams and graphs"
+            )
+        address: int = self.words.data_ptr() + index * _CONTROL_STRIDE_WORDS * 4
+        self._of_stream[key] = address
+        return address
+
+
+@functools.cache
+def control_blocks(device_index: int) -> _ControlBlocks:
+    return _ControlBlocks(torch.device("cuda", device_index))
+
+
+def default_column_groups(num_tokens: int, out_tiles: int) -> int:
+    """Into how many groups of output columns GEMM 2 is cut, so that sums run beside products.
+
+    2 was 1-2 % better than 1 from 1024 tokens on, 4 tied or lost (H200, five model shapes, docs/measured.md).
+    """
+    return min(2, out_tiles) if num_tokens >= 1024 else 1
+
+
+class Prepared:
+    """One call site: parameters with everything filled in but the addresses that change."""
+
+    def __init__(self, params: abi.MoeParams, gate_up_map: int, down_map: int, layout: abi.WorkspaceLayout) -> None:
+        self.params = params
+        self.layout = layout
+        self.lock = threading.Lock()  # between writing the addresses and the launch that copies them
+        self.arguments = (ctypes.c_void_p * 4)(ctypes.addressof(params), gate_up_map, down_map)
+
+
+class MoeKernel:
+    """One compiled variant, loaded on one device."""
+
+    def __init__(self, image: bytes, device_index: int) -> None:
+        with torch.cuda.device(device_index):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            self._kernel = driver.Kernel(image, _ENTRY, _FACTS, _NUM_FACTS)
+        shared, threads, params, control, self.max_tokens, weight_rows, *layout = self._kernel.facts
+        self.in_out, self.paired, self.hidden_box_rows = layout
+        self.shared_bytes, self.threads = shared, threads
+        self.hidden_per_tile, self.out_per_tile = weight_rows // 2, weight_rows
+        if (params, control) != (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4):
+            raise LaunchError(
+                f"the kernel image must use structures of {ctypes.sizeof(abi.MoeParams)} and {abi.CONTROL_WORDS * 4} "
+                f"bytes, got {params} and {control}; clear the kernel cache"
+            )
+        self._kernel.set_shared_bytes(shared)
+        self.device_index = device_index
+        self.num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
+        self._hidden_maps: dict[tuple[int, int, int], driver.AlignedBuffer] = {}
+        self._weight_maps: dict[tuple[object, ...], driver.AlignedBuffer] = {}
+
+    def _gate_up_map(self, gate_up: Tensor, interleaved: bool) -> driver.AlignedBuffer:
+        experts, rows, columns = gate_up.shape
+        expert_stride, row_stride = gate_up.stride(0) * 2, gate_up.stride(1) * 2
+        key = ("gate_up", gate_up.data_ptr(), gate_up.shape, expert_stride, row_stride, interleaved)
+        if key not in self._weight_maps:
+            if self.paired:
+                sizes, strides, box = (columns, rows, 1, experts), (row_stride, 16, expert_stride), (64, 64, 1, 1)
+            elif self.in_out:
+                half = columns // 2
+                sizes, strides, box = (half, rows, 2, experts), (row_stride, half * 2, expert_stride), (64, 64, 1, 1)
+            else:
+                half = rows // 2
+                feature, plane = (2 * row_stride, row_stride) if interleaved else (row_stride, half * row_stride)
+                sizes, strides = (columns, half, 2, experts), (feature, plane, expert_stride)
+                box = (64, self.hidden_per_tile, 2, 1)
+            self._weight_maps[key] = driver.encode_tensor_map(gate_up.data_ptr(), sizes, strides, box)
+        return self._weight_maps[key]
+
+    def _down_map(self, down: Tensor) -> driver.AlignedBuffer:
+        experts, rows, columns = down.shape
+        expert_stride, row_stride = down.stride(0) * 2, down.stride(1) * 2
+        key = ("down", down.data_ptr(), down.shape, expert_stride, row_stride)
+        if key not in self._weight_maps:
+            box = (64, 64, 1, 1) if self.in_out else (64, self.out_per_tile, 1, 1)
+            sizes, strides = (columns, rows, 1, experts), (row_stride, 16, expert_stride)
+            self._weight_maps[key] = driver.encode_tensor_map(down.data_ptr(), sizes, strides, box)
+        return self._weight_maps[key]
+
+    def _hidden_map(self, params: abi.MoeParams) -> driver.AlignedBuffer:
+        rows, width = params.num_tokens * params.top_k, params.expert_width
+        key = (params.hidden, rows, width)
+        found = self._hidden_maps.get(key)
+        if found is None:
+            if len(self._hidden_maps) == _MAX_HIDDEN_MAPS:
+                self._hidden_maps.clear()
+            box = (64, self.hidden_box_rows)
+            found = driver.encode_tensor_map(params.hidden, (width, rows), (width * 2,), box)
+            self._hidden_maps[key] = found
+        return found
+
+    def prepare(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        spec: ExpertsSpec,
+        *,
+        deadline_ns: int = DEADLINE_NS,
+        num_column_groups: int | None = None,
+    ) -> Prepared:
+        """Everything of a call but the addresses of x, ids, weights, output and workspace.
+
+        Holds addresses of the expert weights and biases: good for as long as the tensors passed here live. The caller
+        has checked that this kernel covers the call.
+        """
+        (num_tokens, model_width), top_k, experts = x_TD.shape, ids_TK.shape[1], gate_up.shape[0]
+        expert_width = gate_up.shape[2 if self.in_out else 1] // 2
+        interleaved = spec.gate_layout == "interleaved"
+        alpha, limit = spec.activation_params or (0.0, 0.0)
+        out_tiles = -(-model_width // self.out_per_tile)
+        layout = abi.workspace_layout(
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_local_experts=experts,
+            model_width=model_width,
+            expert_width=expert_width,
+            max_tokens_per_tile=self.max_tokens,
+        )
+        params = abi.MoeParams(
+            gate_up_bias=0 if gate_up_bias is None else gate_up_bias.data_ptr(),
+            down_bias=0 if down_bias is None else down_bias.data_ptr(),
+            error=control_blocks(self.device_index).error.data_ptr(),
+            deadline_ns=deadline_ns,
+            x_row_elements=x_TD.stride(0),
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_local_experts=experts,
+            expert_offset=spec.expert_offset,
+            model_width=model_width,
+            expert_width=expert_width,
+            bias_feature_stride=2 if interleaved else 1,
+            bias_pair_stride=1 if interleaved else expert_width,
+            ids_are_i64=ids_TK.dtype == torch.int64,
+            weights_are_bf16=weights_TK.dtype == torch.bfloat16,
+            weight_on_input=spec.weight_on == "input",
+            num_column_groups=num_column_groups or default_column_groups(num_tokens, out_tiles),
+            act_alpha=alpha,
+            act_limit=limit,
+        )
+        gate_up_map = self._gate_up_map(gate_up, interleaved)
+        return Prepared(params, gate_up_map.address, self._down_map(down).address, layout)
+
+    def run(
+        self, prepared: Prepared, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, workspace: Tensor | None = None
+    ) -> Tensor:
+        """The output of ``perseus::experts``, [T, D], fresh and contiguous; T >= 1.
+
+        Raises:
+            PeerTimeout: an earlier launch on this device ran into its deadline.
+            LaunchError: the driver refuses the launch.
+        """
+        blocks = control_blocks(self.device_index)
+        if blocks.error_phase.value != 0:
+            raise_timeout(self.device_index)
+        params, layout = prepared.params, prepared.layout
+        out = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        if workspace is None:
+            workspace = torch.empty(layout.total_bytes, dtype=torch.uint8, device=x_TD.device)
+        base = workspace.data_ptr()
+        stream = torch.cuda.current_stream(self.device_index).cuda_stream
+        with prepared.lock:
+            params.x, params.ids, params.weights = x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()
+            params.out = out.data_ptr()
+            if params.hidden != base + layout.hidden:
+                params.hidden, params.slots = base + layout.hidden, base + layout.slots
+                params.sorted_rows, params.block_list = base + layout.sorted_rows, base + layout.block_list
+                params.hidden_ready, params.chunk_counts = base + layout.hidden_ready, base + layout.chunk_counts
+                prepared.arguments[3] = self._hidden_map(params).address
+            params.control = blocks.address(stream)
+            self._kernel.launch(self.num_sms, self.threads, self.shared_bytes, stream, prepared.arguments)
+        return out
+
+
+def raise_timeout(device_index: int) -> None:
+    """Raises PeerTimeout with what the kernel wrote, and clears the record."""
+    error = control_blocks(device_index).error
+    phase, cta, expert, tile, observed, expected = error.tolist()
+    error.zero_()
+    raise PeerTimeout(
+        f"a wait inside the MoE kernel must end before its deadline, got {observed} of {expected} arrivals while "
+        f"waiting for {abi.WAIT_PHASES.get(phase, phase)} (CTA {cta}, expert {expert}, tile {tile}); "
+        "the output of that launch is NaN"
+    )

@@ -1,0 +1,24 @@
+"""Which variants are compiled ahead, by ``perseus warmup`` and in CI? The forms that known models have; at most 40."""
+
+from __future__ import annotations
+
+from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for
+
+MAX_SHIPPED = 40
+_FORMS = (
+    ("out_in", "concatenated", "silu"),  # Mixtral, Qwen, OLMoE, DeepSeek, GLM
+    ("out_in", "concatenated", "gelu"),
+    ("out_in", "concatenated", "gelu_tanh"),  # Gemma-style gates
+    ("out_in", "concatenated", "clamped_swiglu"),
+    ("in_out", "concatenated", "silu"),  # Llama 4 style weights
+    ("in_out", "interleaved", "clamped_swiglu"),  # gpt-oss
+)
+
+
+def shipped_variants() -> tuple[VariantSpec, ...]:
+    """Every form in every tile configuration. Interleaved [E, N, K] weights need no variant of their own."""
+    return tuple(
+        spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation)
+        for weight_layout, gate_layout, activation in _FORMS
+        for tiles in TILE_CONFIGS
+    )

@@ -30,11 +30,11 @@ class CudaExperts:
             PeerTimeout: an earlier launch on this device ran into its deadline.
             LaunchError: the driver refuses the launch.
         """
-        fused = fused_experts.run_experts(*tensors, self.experts)
+        fused = fused_experts.run_experts(*tensors, spec=self.experts)
         if fused is not None:
             return fused
         self._check_plain(tensors)
-        return grouped.forward(*tensors, self.experts)
+        return grouped.forward(*tensors, spec=self.experts)
 
     def backward(self, needs_grad: list[bool], grad_TD: Tensor, *tensors: Any) -> list[Tensor]:
         """Gradients of those of x, weights, gate_up, gate_up_bias, down, down_bias that are asked for, in that order.
@@ -43,7 +43,7 @@ class CudaExperts:
             UnsupportedMoE: the grouped GEMMs do not cover the call.
         """
         self._check_plain(tensors)
-        return grouped.backward(grad_TD, *tensors, self.experts, needs_grad)
+        return grouped.backward(grad_TD, *tensors, spec=self.experts, needs_grad=needs_grad)
 
     def _check_plain(self, tensors: tuple[Any, ...]) -> None:
         x_TD, _, _, gate_up, _, down, _ = tensors

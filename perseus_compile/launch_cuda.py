@@ -5,8 +5,6 @@ Which of the two is a function of shapes, dtypes and strides, never of values, s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,31 +20,52 @@ class CudaExperts:
     def __init__(self, spec: KernelSpec) -> None:
         self.experts = spec.experts
 
-    def forward(self, *tensors: Any) -> Tensor:
-        """The output of ``perseus::experts``, [T, D], fresh and dense; the tensors are those of the schema.
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        """The output of ``perseus::experts``, [T, D], fresh and dense.
 
         Raises:
             UnsupportedMoE: neither the fused kernel nor the grouped GEMMs cover the call.
             PeerTimeout: an earlier launch on this device ran into its deadline.
             LaunchError: the driver refuses the launch.
         """
-        fused = fused_experts.run_experts(*tensors, spec=self.experts)
+        tensors = (x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias)
+        fused = fused_experts.run_experts(*tensors, self.experts)
         if fused is not None:
             return fused
-        self._check_plain(tensors)
-        return grouped.forward(*tensors, spec=self.experts)
+        self._check_plain(x_TD, gate_up, down)
+        return grouped.forward(*tensors, self.experts)
 
-    def backward(self, needs_grad: list[bool], grad_TD: Tensor, *tensors: Any) -> list[Tensor]:
+    def backward(
+        self,
+        needs_grad: list[bool],
+        grad_TD: Tensor,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> list[Tensor]:
         """Gradients of those of x, weights, gate_up, gate_up_bias, down, down_bias that are asked for, in that order.
 
         Raises:
             UnsupportedMoE: the grouped GEMMs do not cover the call.
         """
-        self._check_plain(tensors)
-        return grouped.backward(grad_TD, *tensors, spec=self.experts, needs_grad=needs_grad)
+        self._check_plain(x_TD, gate_up, down)
+        tensors = (x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias)
+        return grouped.backward(grad_TD, *tensors, self.experts, needs_grad)
 
-    def _check_plain(self, tensors: tuple[Any, ...]) -> None:
-        x_TD, _, _, gate_up, _, down, _ = tensors
+    def _check_plain(self, x_TD: Tensor, gate_up: Tensor, down: Tensor) -> None:
         reason = grouped.unsupported_reason(x_TD, gate_up, down, self.experts)
         if reason is not None:
             raise UnsupportedMoE(f"{reason}; use another dtype or widths, or keep the layer's own code")

@@ -58,7 +58,7 @@ class Shape:
     bias: bool = False
 
 
-# design.md section 5; gpt-oss as a plain gated layer without bias, and as the model has it
+# docs/measured.md; gpt-oss as a plain gated layer without bias, and as the model has it
 CASES = {
     "qwen3-30b": Shape(2048, 768, 128, 8),
     "mixtral-8x7b": Shape(4096, 14336, 8, 2),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,9 @@ from .passes.rewrite_moe import rewrite
 from .plan import plan
 
 log = logging.getLogger(__name__)
+
+# Under these settings Dynamo also captures ops whose output shape depends on values, which hand-written loops need.
+CAPTURE_SETTINGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 
 def perseus(
@@ -45,8 +47,13 @@ def perseus(
         VerificationError: a rewrite changed numbers under ``verify=True``.
     """
     chosen = Options.from_mapping({**(options or {}), **({"mode": mode} if mode else {})})
+    if chosen.dynamic is not None:
+        raise OptionError(
+            f"option 'dynamic' must be left out here, since a backend is called after that decision, got "
+            f"{chosen.dynamic}; pass dynamic= to torch.compile itself, or use perseus_compile.compile"
+        )
     inner = inner_compiler(chosen)
-    report = observe.GraphReport(index=observe.next_graph_index())
+    report = observe.GraphReport()
     observe.trace_graph("perseus_before", gm)
     rewrite_graph(gm, chosen, report)
     observe.trace_graph("perseus_after", gm)
@@ -159,16 +166,10 @@ def compile(fn: Any, **options: Any) -> Any:
 
 def _with_capture_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _capture_settings():
+        with torch._dynamo.config.patch(CAPTURE_SETTINGS):
             return compiled(*args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _capture_settings() -> Iterator[None]:
-    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
-        yield
 
 
 def _all_refusals(refusals: Sequence[Refusal]) -> str:

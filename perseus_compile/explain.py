@@ -14,12 +14,9 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from perseus_compile import observe, report_table
-from perseus_compile.backend import perseus
+from perseus_compile.backend import CAPTURE_SETTINGS, perseus
 from perseus_compile.graph_breaks import RecordedBreak, fresh_dynamo, layers_around, record_graph_breaks
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
-
-# Under these settings Dynamo also captures ops whose output shape depends on values; perseus_compile.compile sets them.
-_CAPTURE_SETTINGS = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
 
 PREPARE = "before compiling: perseus_compile.prepare(model)"
 COMPILE = "instead of torch.compile: perseus_compile.compile(model)"
@@ -96,7 +93,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     remaining = {record.stack[-1] for record in breaks}
     if any(inside and not _can_prepare(model, inside) for inside in cut):
         # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
-        with contextlib.suppress(Exception), torch._dynamo.config.patch(_CAPTURE_SETTINGS):
+        with contextlib.suppress(Exception), torch._dynamo.config.patch(CAPTURE_SETTINGS):
             remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
     layers = tuple(_explained_layers(graphs))
     return Report(

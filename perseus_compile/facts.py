@@ -106,18 +106,16 @@ class Refusal:
     """A place that looked like a MoE layer and keeps its own code, and the sentence that says why."""
 
     layer: str
-    stage: Literal["capture", "match", "plan", "verify"]
+    stage: Literal["capture", "match", "plan"]
     reason: str
     node: str  # name of the node in Dynamo's graph at which the stage stopped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEPlan:
-    """What the rewriter does with a match: which op, on which device."""
+    """What the rewriter does with a match: which op, and why."""
 
     op: Literal["experts", "moe"]
-    device: str
-    dtype: torch.dtype
     why: str  # one clause for explain()
 
 

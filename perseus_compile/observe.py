@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import itertools
 import logging
 import re
 import textwrap
@@ -51,12 +52,12 @@ class GraphReport:
     """What perseus did to one graph from Dynamo.
 
     Attributes:
-        index: 0 for the first graph of this process.
+        index: 0 for the first graph that this process hands to perseus.
         layers, refusals: in graph order.
         seconds: wall-clock seconds by stage, "capture" to "rewrite", and "inner" for the inner compiler.
     """
 
-    index: int
+    index: int = dataclasses.field(default_factory=itertools.count().__next__)
     layers: list[LayerReport] = dataclasses.field(default_factory=list)
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -104,10 +105,6 @@ def publish(report: GraphReport) -> None:
     log.debug("graph %d: seconds by stage: %s", report.index, report.seconds)
     for reports in _collectors.get():
         reports.append(report)
-
-
-def next_graph_index() -> int:
-    return counters["perseus"]["graphs"]
 
 
 def trace_graph(name: str, gm: torch.fx.GraphModule) -> None:

@@ -22,11 +22,13 @@ class Options:
         on_unsupported: what happens where a MoE layer is refused: "keep" leaves its own code and logs the reason,
             "error" raises ``UnsupportedMoE`` with the reason.
         verify: at compile time, run every rewrite and the region that it replaces on the same random inputs and raise
-            ``VerificationError`` if they differ. Costs memory for one more layer's weights.
+            ``VerificationError`` if they differ. Costs memory for one more layer's weights, and for the largest of them
+            once more in float32.
         mode: Inductor's mode ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"). A field
             here, since torch.compile refuses ``mode`` together with ``options``. Only with inner="inductor".
         dynamic: passed to torch.compile by ``perseus_compile.compile``; None leaves torch's default there. A backend
-            is called after that decision, so torch.compile users pass ``dynamic=`` to torch.compile itself.
+            is called after that decision, so torch.compile users pass ``dynamic=`` to torch.compile itself; there the
+            option is an error.
         debug: check at run time that every expert id lies in [0, num_experts) and raise ``UnsupportedMoE`` if not;
             the check costs a host synchronisation on a GPU.
     """

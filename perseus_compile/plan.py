@@ -50,8 +50,8 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
     if apart is None:
-        return MoEPlan(op="moe", device=x.device.type, dtype=x.dtype, why="router and experts are one node")
-    return MoEPlan(op="experts", device=x.device.type, dtype=x.dtype, why=f"experts alone: {apart}")
+        return MoEPlan(op="moe", why="router and experts are one node")
+    return MoEPlan(op="experts", why=f"experts alone: {apart}")
 
 
 def _illegal_experts(match: MoEMatch) -> str | None:

@@ -69,11 +69,11 @@ def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> to
     with _no_tracing():
         if node is match.ids_TK:
             order = torch.rand(shape[0], match.spec.num_experts, generator=generator).argsort(dim=1)
-            return order[:, : shape[1]].to(fake.dtype)
+            return order[:, : shape[1]].to(fake.device, fake.dtype)
         value = torch.randn(shape, generator=generator)
         if node is match.weights_TK:
-            return value.abs().to(fake.dtype)
-        return (value * shape[-1] ** -0.5 if len(shape) > 2 else value).to(fake.dtype)
+            return value.abs().to(fake.device, fake.dtype)
+        return (value * shape[-1] ** -0.5 if len(shape) > 2 else value).to(fake.device, fake.dtype)
 
 
 def _number(value: object) -> int | float | bool:

@@ -70,3 +70,13 @@ def test_options_are_frozen() -> None:
     options = Options()
     with pytest.raises(AttributeError):
         options.verify = True  # type: ignore[misc]
+
+
+def test_dynamic_is_no_option_of_a_backend() -> None:
+    """It would be accepted and have no effect: torch.compile has decided before it calls the backend."""
+    message = (
+        "option 'dynamic' must be left out here, since a backend is called after that decision, got True; pass "
+        "dynamic= to torch.compile itself, or use perseus_compile.compile"
+    )
+    with pytest.raises(Exception, match=message):
+        torch.compile(torch.sin, backend=perseus_compile.perseus, options={"dynamic": True})(torch.ones(3))

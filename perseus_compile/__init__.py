@@ -4,8 +4,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 from . import checked_ids, ops  # noqa: F401  (they register torch.ops.perseus)
 from .backend import compile, perseus
-from .errors import OptionError, PerseusError, UnsupportedMoE, VerificationError
+from .errors import (
+    BuildError,
+    LaunchError,
+    OptionError,
+    PeerTimeout,
+    PerseusError,
+    UnsupportedMoE,
+    VerificationError,
+)
 from .explain import explain
+from .jit.moe_kernel import check
 from .options import Options
 from .prepare import prepare
 
@@ -15,12 +24,16 @@ except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "BuildError",
+    "LaunchError",
     "OptionError",
     "Options",
+    "PeerTimeout",
     "PerseusError",
     "UnsupportedMoE",
     "VerificationError",
     "__version__",
+    "check",
     "compile",
     "explain",
     "perseus",

@@ -29,7 +29,7 @@ class LaunchError(PerseusError, RuntimeError):
 
 
 class PeerTimeout(PerseusError, RuntimeError):
-    """A wait inside a kernel that ran out of time; the output of that launch is NaN."""
+    """A wait inside a kernel that ran out of time; the output is NaN wherever it needed what did not arrive."""
 
 
 class VerificationError(PerseusError, RuntimeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
-from perseus_compile.jit import compiler
+from perseus_compile.jit import compiler, driver
 from perseus_compile.jit.moe_kernel import MoeKernel, Prepared
 from perseus_compile.jit.spec import VariantSpec, spec_for
 
@@ -36,6 +36,7 @@ def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> str:
     T = 1 .. 8192, docs/measured.md). A tile that is too small reads weights twice; one that is too large leaves
     fewer stages for the stream.
     """
+    assert num_experts > 0
     rows_per_expert = num_tokens * top_k / num_experts
     for limit, name in ((1, "few8"), (8, "few16"), (16, "few32"), (32, "few64")):
         if rows_per_expert <= limit:
@@ -94,9 +95,23 @@ def _is_hopper(device_index: int) -> bool:
     return torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
-@functools.cache
+_kernels: dict[tuple[VariantSpec, int], MoeKernel | None] = {}
+
+
 def kernel_for(spec: VariantSpec, device_index: int) -> MoeKernel | None:
-    """The loaded kernel; None, with one warning, where it cannot be built or loaded."""
+    """The loaded kernel; None, with one warning, where it cannot be built or loaded.
+
+    Raises:
+        LaunchError: it is not loaded and the current stream is being captured.
+    """
+    key = (spec, device_index)
+    if key not in _kernels:
+        driver.refuse_in_capture()
+        _kernels[key] = _load(spec, device_index)
+    return _kernels[key]
+
+
+def _load(spec: VariantSpec, device_index: int) -> MoeKernel | None:
     try:
         return MoeKernel(compiler.build(spec), device_index)
     except (BuildError, LaunchError) as error:
@@ -143,9 +158,16 @@ def run_experts(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> Tensor | None:
-    """The output [T, D], fresh and contiguous; None where the fused kernel cannot run the call (``why_not``)."""
-    if x_TD.shape[0] == 0:
-        return torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    """The output [T, D], fresh and contiguous; None where the fused kernel cannot run the call (``why_not``).
+
+    The device of the tensors must be the current one.
+
+    Raises:
+        PeerTimeout: an earlier launch on this device ran into its deadline.
+        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
+    """
+    if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
+        return x_TD.new_zeros(x_TD.shape)
     key = (
         *(x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device, x_TD.data_ptr() % _ALIGN_BYTES),
         *(ids_TK.shape, ids_TK.stride(), ids_TK.dtype, weights_TK.stride(), weights_TK.dtype),

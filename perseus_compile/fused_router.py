@@ -9,7 +9,6 @@ Axes: T tokens, K choices per token, E experts.
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 
 import torch
@@ -18,8 +17,6 @@ from torch import Tensor
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import RoutingSpec
 from perseus_compile.jit import compiler, driver
-from perseus_compile.jit.cache import ImageCache, default_folder
-from perseus_compile.jit.spec import source_key
 
 _log = logging.getLogger(__name__)
 _ROUTINGS = ("softmax_topk", "topk_softmax", "sigmoid_topk")  # in the order of enum Routing
@@ -55,7 +52,11 @@ def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSp
         return f"at most {_MAX_TOP_K} choices, {_MAX_EXPERTS} experts and {_MAX_GROUPS} groups, got {spec}"
     if spec.weights_dtype not in (torch.float32, torch.bfloat16):
         return f"weights must be float32 or bfloat16, got {spec.weights_dtype}"
-    rounds_once = spec.routing == "topk_softmax" and spec.score_dtype == spec.weights_dtype and not spec.renormalize
+    rounds_once = (
+        spec.routing == "topk_softmax"
+        and logits_TE.dtype == spec.score_dtype == spec.weights_dtype
+        and not spec.renormalize
+    )
     if spec.score_dtype != torch.float32 and not rounds_once:
         return f"scores must be float32, got {spec.score_dtype}"
     if correction_bias_E is not None and (
@@ -65,18 +66,37 @@ def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSp
     return None
 
 
-@functools.cache
+def kernel_source(experts_per_lane: int) -> str:
+    return (
+        f"#define PERSEUS_EXPERTS_PER_LANE {experts_per_lane}\n"
+        '#include "perseus/routing/route.cuh"\n'
+        f'static_assert(sizeof(perseus::RouteParams) == {ctypes.sizeof(RouteParams)}, "as in fused_router.py");\n'
+    )
+
+
+_kernels: dict[tuple[int, int], driver.Kernel | None] = {}
+
+
 def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
-    source = f'#define PERSEUS_EXPERTS_PER_LANE {experts_per_lane}\n#include "perseus/routing/route.cuh"\n'
+    """The loaded kernel; None, with one warning, where it cannot be built or loaded.
+
+    Raises:
+        LaunchError: it is not loaded and the current stream is being captured.
+    """
+    key = (experts_per_lane, device_index)
+    if key not in _kernels:
+        driver.refuse_in_capture()
+        _kernels[key] = _load(experts_per_lane, device_index)
+    return _kernels[key]
+
+
+def _load(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
     arch = "sm_" + "".join(map(str, torch.cuda.get_device_capability(device_index)))
     try:
-        cache = ImageCache(default_folder())
-        key = source_key(source, arch, compiler.compiler_version(), compiler.FLAGS)
-        image = cache.load(key)
-        if image is None:
-            image, _ = compiler.compile_source(source, arch)
-            cache.store(key, image)
-        return driver.Kernel(image, "perseus_route")
+        image = compiler.build_source(kernel_source(experts_per_lane), arch)
+        with torch.cuda.device(device_index):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            return driver.Kernel(image, "perseus_route")
     except (BuildError, LaunchError) as error:
         _log.warning("%s; routers run as torch ops", error)
         return None
@@ -85,7 +105,13 @@ def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
 def route_logits(
     logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec
 ) -> tuple[Tensor, Tensor] | None:
-    """Weights float32 [T, K], rounded as the spec says, and ids int32 [T, K]; None where ``why_not`` has a reason."""
+    """Weights float32 [T, K], rounded as the spec says, and ids int32 [T, K]; None where ``why_not`` has a reason.
+
+    The device of the logits must be the current one.
+
+    Raises:
+        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
+    """
     if why_not(logits_TE, correction_bias_E, spec) is not None:
         return None
     num_tokens, num_experts = logits_TE.shape

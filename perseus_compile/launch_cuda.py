@@ -5,13 +5,21 @@ Which of the two is a function of shapes, dtypes and strides, never of values, s
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from . import fused_experts, fused_router, grouped
+from . import fused_experts, fused_router, grouped, routing
 from .errors import UnsupportedMoE
 from .facts import KernelSpec, RoutingSpec
-from .routing import route
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Makes the device of a tensor the current one, as launches and module loading need; free where it is already."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 class CudaExperts:
@@ -35,14 +43,15 @@ class CudaExperts:
         Raises:
             UnsupportedMoE: neither the fused kernel nor the grouped GEMMs cover the call.
             PeerTimeout: an earlier launch on this device ran into its deadline.
-            LaunchError: the driver refuses the launch.
+            LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
         """
         tensors = (x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias)
-        fused = fused_experts.run_experts(*tensors, self.experts)
-        if fused is not None:
-            return fused
-        self._check_plain(x_TD, gate_up, down)
-        return grouped.forward(*tensors, self.experts)
+        with _device_of(x_TD):
+            fused = fused_experts.run_experts(*tensors, self.experts)
+            if fused is not None:
+                return fused
+            self._check_plain(x_TD, gate_up, down)
+            return grouped.forward(*tensors, self.experts)
 
     def backward(
         self,
@@ -63,7 +72,8 @@ class CudaExperts:
         """
         self._check_plain(x_TD, gate_up, down)
         tensors = (x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias)
-        return grouped.backward(grad_TD, *tensors, self.experts, needs_grad)
+        with _device_of(x_TD):
+            return grouped.backward(grad_TD, *tensors, self.experts, needs_grad)
 
     def _check_plain(self, x_TD: Tensor, gate_up: Tensor, down: Tensor) -> None:
         reason = grouped.unsupported_reason(x_TD, gate_up, down, self.experts)
@@ -74,10 +84,16 @@ class CudaExperts:
 def run_router(
     spec: RoutingSpec, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, correction_bias_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights and ids [T, K] of the router of ``perseus::moe``: one launch after the logits where that is covered."""
-    dtype = spec.router_dtype
-    logits_TE = torch.nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype), bias_E)
-    routed = fused_router.route_logits(logits_TE, correction_bias_E, spec)
-    if routed is not None:
-        return routed
-    return route(x_TD, weight_ED, bias_E, correction_bias_E, **spec.as_kwargs())
+    """Weights and ids [T, K] of the router of ``perseus::moe``: one launch after the logits where that is covered.
+
+    Raises:
+        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
+    """
+    with _device_of(x_TD):
+        logits_TE = routing.logits(x_TD, weight_ED, bias_E, spec.router_dtype)
+        routed = fused_router.route_logits(logits_TE, correction_bias_E, spec)
+        if routed is not None:
+            return routed
+        numbers = spec.as_kwargs()
+        del numbers["router_dtype"]
+        return routing.choose(logits_TE, correction_bias_E, **numbers)

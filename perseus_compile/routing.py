@@ -34,8 +34,42 @@ def route(
 
     The arguments are taken to be legal: ``lower.check_routing`` is the one statement of what is.
     """
+    return choose(
+        logits(x_TD, weight_ED, bias_E, router_dtype),
+        correction_bias_E,
+        routing=routing,
+        top_k=top_k,
+        renormalize=renormalize,
+        renormalize_eps=renormalize_eps,
+        routing_scale=routing_scale,
+        num_groups=num_groups,
+        topk_groups=topk_groups,
+        score_dtype=score_dtype,
+        weights_dtype=weights_dtype,
+    )
+
+
+def logits(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, router_dtype: torch.dtype) -> Tensor:
+    """The first half of ``route``: scores [T, E] before any softmax or sigmoid, computed in ``router_dtype``."""
     bias_E = None if bias_E is None else _cast(bias_E, router_dtype)
-    logits_TE = F.linear(_cast(x_TD, router_dtype), _cast(weight_ED, router_dtype), bias_E)
+    return F.linear(_cast(x_TD, router_dtype), _cast(weight_ED, router_dtype), bias_E)
+
+
+def choose(
+    logits_TE: Tensor,
+    correction_bias_E: Tensor | None,
+    *,
+    routing: str,
+    top_k: int,
+    renormalize: bool,
+    renormalize_eps: float,
+    routing_scale: float,
+    num_groups: int,
+    topk_groups: int,
+    score_dtype: torch.dtype,
+    weights_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The second half of ``route``: weights and ids [T, K] from the logits."""
     if routing == "softmax_topk":
         weights_TK, ids_TK = torch.topk(F.softmax(logits_TE, dim=-1, dtype=score_dtype), top_k, dim=-1)
     elif routing == "topk_softmax":

@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from perseus_compile import env
+
 _log = logging.getLogger(__name__)
 _MAGIC = b"PERSEUS1"
 _HEADER_BYTES = len(_MAGIC) + 32
@@ -36,7 +38,11 @@ class ImageCache:
         image = data[_HEADER_BYTES:]
         if data[:_HEADER_BYTES] == _MAGIC + hashlib.sha256(image).digest():
             return image
-        _log.warning("kernel cache: %s is corrupt (%d bytes) and is built again", path, len(data))
+        _log.warning(
+            "kernel cache: %s is corrupt (%d bytes) and is built again; if this repeats, check that disk",
+            path,
+            len(data),
+        )
         return None
 
     def store(self, key: str, image: bytes) -> bool:
@@ -53,7 +59,10 @@ class ImageCache:
                 raise
         except OSError as error:
             _log.warning(
-                "kernel cache: %s cannot be written (%s); kernels are compiled in every process", self.folder, error
+                "kernel cache: %s cannot be written (%s), so every process compiles; set %s to another folder",
+                self.folder,
+                error,
+                env.CACHE_DIR.name,
             )
             return False
         return True
@@ -61,7 +70,7 @@ class ImageCache:
 
 def default_folder() -> Path:
     """PERSEUS_CACHE_DIR, else the user's cache folder."""
-    named = os.environ.get("PERSEUS_CACHE_DIR")
+    named = env.CACHE_DIR.read()
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from perseus_compile import env
 from perseus_compile.errors import BuildError
 from perseus_compile.jit.cache import ImageCache, default_folder
-from perseus_compile.jit.spec import VariantSpec, include_dir
+from perseus_compile.jit.spec import VariantSpec, include_dir, source_key
 
 _log = logging.getLogger(__name__)
 # lambdas have no place for __device__ that a host compiler would take too
@@ -46,7 +47,7 @@ def _nvrtc() -> Any:
             continue
     raise BuildError(
         f"NVRTC must be loadable to compile kernels, got none of {[*candidates, *_LIBRARY_NAMES]}; "
-        "install nvidia-cuda-nvrtc, or set PERSEUS_NVCC to a compiler"
+        f"install nvidia-cuda-nvrtc, or set {env.NVCC.name} to a compiler"
     )
 
 
@@ -54,12 +55,31 @@ def _nvrtc_check(result: int, what: str) -> None:
     if result != 0:
         library = _nvrtc()
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
-        raise BuildError(f"NVRTC must be able to {what}, got {library.nvrtcGetErrorString(result).decode()}")
+        raise BuildError(
+            f"NVRTC must be able to {what}, got {library.nvrtcGetErrorString(result).decode()}; "
+            f"install another version of nvidia-cuda-nvrtc, or set {env.NVCC.name} to a compiler"
+        )
+
+
+def _nvcc() -> str | None:
+    """The nvcc that the user asks for; None: use NVRTC.
+
+    Raises:
+        BuildError: there is no such program.
+    """
+    nvcc = env.NVCC.read()
+    if nvcc is not None and shutil.which(nvcc) is None:
+        raise BuildError(f"{env.NVCC.name} must name a compiler, got {nvcc!r}; unset it to compile with NVRTC")
+    return nvcc
 
 
 def compiler_version() -> str:
-    """Name and version of the compiler in use; part of the cache key."""
-    nvcc = os.environ.get("PERSEUS_NVCC")
+    """Name and version of the compiler in use; part of the cache key.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    nvcc = _nvcc()
     if nvcc:
         output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
         return "nvcc " + output.strip().splitlines()[-1] if output.strip() else f"nvcc {nvcc}"
@@ -108,23 +128,26 @@ def compile_source(source: str, arch: str, extra_flags: tuple[str, ...] = ()) ->
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _compile_nvcc(spec: VariantSpec, nvcc: str) -> bytes:
-    if shutil.which(nvcc) is None:
-        raise BuildError(f"PERSEUS_NVCC must name a compiler, got {nvcc!r}; unset it to compile with NVRTC")
+def _compile_nvcc(source: str, arch: str, nvcc: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="perseus-nvcc-") as folder:
-        source, image = Path(folder) / "perseus_moe.cu", Path(folder) / "perseus_moe.cubin"
-        source.write_text(spec.source())
-        target = f"arch={spec.arch.replace('sm_', 'compute_')},code={spec.arch}"
-        command = [nvcc, *_NVCC_FLAGS, "-gencode", target, "-I", str(include_dir()), str(source), "-o", str(image)]
+        unit, image = Path(folder) / "perseus.cu", Path(folder) / "perseus.cubin"
+        unit.write_text(source)
+        target = f"arch={arch.replace('sm_', 'compute_')},code={arch}"
+        command = [nvcc, *_NVCC_FLAGS, "-gencode", target, "-I", str(include_dir()), str(unit), "-o", str(image)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            log = _log_failure(spec.source(), " ".join(command) + "\n" + done.stdout + done.stderr)
-            raise BuildError(f"a kernel must compile for {spec.arch}, got errors from {nvcc}; read {log}")
+            log = _log_failure(source, " ".join(command) + "\n" + done.stdout + done.stderr)
+            raise BuildError(f"a kernel must compile for {arch}, got errors from {nvcc}; read {log}")
         return image.read_bytes()
 
 
 def build(spec: VariantSpec, cache: ImageCache | None = None) -> bytes:
-    """The image of ``spec``: from the cache, or compiled and stored.
+    """The image of ``spec``; see ``build_source``."""
+    return build_source(spec.source(), spec.arch, cache)
+
+
+def build_source(source: str, arch: str, cache: ImageCache | None = None) -> bytes:
+    """The image of one translation unit: from the cache, or compiled and stored.
 
     Two processes that miss at the same time both compile; the later rename wins and both images are the same.
 
@@ -132,12 +155,12 @@ def build(spec: VariantSpec, cache: ImageCache | None = None) -> bytes:
         BuildError: it does not compile; the message names the log file.
     """
     cache = cache or ImageCache(default_folder())
-    nvcc = os.environ.get("PERSEUS_NVCC")
-    key = spec.key(compiler_version(), _NVCC_FLAGS if nvcc else FLAGS)
+    nvcc = _nvcc()
+    key = source_key(source, arch, compiler_version(), _NVCC_FLAGS if nvcc else FLAGS)
     image = cache.load(key)
     if image is None:
         start = time.perf_counter()
-        image = _compile_nvcc(spec, nvcc) if nvcc else compile_source(spec.source(), spec.arch)[0]
-        _log.info("compiled %s in %.1f s", spec, time.perf_counter() - start)
+        image = _compile_nvcc(source, arch, nvcc) if nvcc else compile_source(source, arch)[0]
+        _log.info("compiled %s for %s in %.1f s", key, arch, time.perf_counter() - start)
         cache.store(key, image)
     return image

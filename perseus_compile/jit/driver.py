@@ -7,7 +7,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from perseus_compile.errors import LaunchError
+from perseus_compile.jit.cache import default_folder
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _BF16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -27,13 +30,29 @@ def _driver() -> Any:
         ) from error
 
 
-def _check(result: int, what: str) -> None:
+_FIND_THE_CAUSE = "look for the first CUDA error of this process: CUDA_LAUNCH_BLOCKING=1 names the call it comes from"
+
+
+def _check(result: int, what: str, what_to_do: str = _FIND_THE_CAUSE) -> None:
     if result == 0:
         return
     text = ctypes.c_char_p()
     _driver().cuGetErrorString(result, ctypes.byref(text))
     reason = text.value.decode() if text.value else "unknown error"
-    raise LaunchError(f"{what} must succeed, got CUDA error {result} ({reason})")
+    raise LaunchError(f"{what} must succeed, got CUDA error {result} ({reason}); {what_to_do}")
+
+
+def refuse_in_capture() -> None:
+    """To be called before anything that synchronises on first use: inside a capture that would spoil the graph.
+
+    Raises:
+        LaunchError: the current stream is being captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            "a kernel must be loaded before a CUDA graph captures it, got its first call inside a capture; "
+            "call once with this token count before capturing"
+        )
 
 
 def capture_id(stream: int) -> int:
@@ -104,7 +123,11 @@ class Kernel:
         driver = _driver()
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
-        _check(driver.cuModuleLoadData(ctypes.byref(self._module), image), f"loading the module of {name}")
+        _check(
+            driver.cuModuleLoadData(ctypes.byref(self._module), image),
+            f"loading the module of {name}",
+            f"update the NVIDIA driver if it is older than the compiler, else remove the files in {default_folder()}",
+        )
         _check(
             driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             f"finding kernel {name} in its module",
@@ -120,7 +143,9 @@ class Kernel:
             f"finding {name} in the module",
         )
         if size.value != 4 * count:
-            raise LaunchError(f"{name} must hold {count} words, got {size.value} bytes; rebuild the kernel cache")
+            raise LaunchError(
+                f"{name} must hold {count} words, got {size.value} bytes; remove the files in {default_folder()}"
+            )
         values = (ctypes.c_uint32 * count)()
         _check(driver.cuMemcpyDtoH_v2(values, address, ctypes.c_size_t(size.value)), f"reading {name}")
         return list(values)

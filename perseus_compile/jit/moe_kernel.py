@@ -9,7 +9,6 @@ Axes: T tokens, K choices per token, E experts, D model width, F expert width, R
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from perseus_compile.errors import LaunchError, PeerTimeout
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import abi, driver
+from perseus_compile.jit.cache import default_folder
 
 _ENTRY = "perseus_moe_fwd"
 _FACTS = "perseus_facts"
@@ -33,9 +33,11 @@ class _ControlBlocks:
     that one graph capture took from one stream."""
 
     def __init__(self, device: torch.device) -> None:
+        driver.refuse_in_capture()
         self.words = torch.zeros(_MAX_CONTROL_BLOCKS, _CONTROL_STRIDE_WORDS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # other streams will use them
         self._of_stream: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()  # two new streams must not take the same block
         self.error = torch.zeros(ctypes.sizeof(abi.ErrorRecord) // 4, dtype=torch.int32, pin_memory=True)
         self.error_phase = ctypes.c_uint32.from_address(self.error.data_ptr())  # read before every launch
 
@@ -48,6 +50,12 @@ class _ControlBlocks:
         known = self._of_stream.get(key)
         if known is not None:
             return known
+        with self._lock:
+            return self._take(key)
+
+    def _take(self, key: tuple[int, int]) -> int:
+        if key in self._of_stream:  # another thread was faster
+            return self._of_stream[key]
         index = len(self._of_stream)
         if index == _MAX_CONTROL_BLOCKS:
             raise LaunchError(
@@ -59,9 +67,23 @@ class _ControlBlocks:
         return address
 
 
-@functools.cache
+_blocks_of_device: dict[int, _ControlBlocks] = {}
+_blocks_lock = threading.Lock()
+
+
 def control_blocks(device_index: int) -> _ControlBlocks:
-    return _ControlBlocks(torch.device("cuda", device_index))
+    """Those of a device, made on first use.
+
+    Raises:
+        LaunchError: first use, and the current stream is being captured.
+    """
+    found = _blocks_of_device.get(device_index)
+    if found is not None:
+        return found
+    with _blocks_lock:
+        if device_index not in _blocks_of_device:
+            _blocks_of_device[device_index] = _ControlBlocks(torch.device("cuda", device_index))
+        return _blocks_of_device[device_index]
 
 
 def default_column_groups(num_tokens: int, out_tiles: int) -> int:
@@ -75,11 +97,24 @@ def default_column_groups(num_tokens: int, out_tiles: int) -> int:
 class Prepared:
     """One call site: parameters with everything filled in but the addresses that change."""
 
-    def __init__(self, params: abi.MoeParams, gate_up_map: int, down_map: int, layout: abi.WorkspaceLayout) -> None:
+    def __init__(
+        self,
+        params: abi.MoeParams,
+        gate_up_map: driver.AlignedBuffer,
+        down_map: driver.AlignedBuffer,
+        layout: abi.WorkspaceLayout,
+    ) -> None:
         self.params = params
         self.layout = layout
         self.lock = threading.Lock()  # between writing the addresses and the launch that copies them
-        self.arguments = (ctypes.c_void_p * 4)(ctypes.addressof(params), gate_up_map, down_map)
+        # NOTE: ``arguments`` holds addresses only; these keep alive what they point to.
+        self.weight_maps = (gate_up_map, down_map)
+        self.hidden_map: driver.AlignedBuffer | None = None
+        self.arguments = (ctypes.c_void_p * 4)(ctypes.addressof(params), gate_up_map.address, down_map.address)
+
+    def set_hidden_map(self, hidden_map: driver.AlignedBuffer) -> None:
+        self.arguments[3] = hidden_map.address
+        self.hidden_map = hidden_map
 
 
 class MoeKernel:
@@ -96,9 +131,10 @@ class MoeKernel:
         if (params, control) != (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4):
             raise LaunchError(
                 f"the kernel image must use structures of {ctypes.sizeof(abi.MoeParams)} and {abi.CONTROL_WORDS * 4} "
-                f"bytes, got {params} and {control}; clear the kernel cache"
+                f"bytes, got {params} and {control}; remove the files in {default_folder()}"
             )
         self._kernel.set_shared_bytes(shared)
+        control_blocks(device_index)  # now: a call may come inside a capture, which this would invalidate
         self.device_index = device_index
         self.num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
         self._hidden_maps: dict[tuple[int, int, int], driver.AlignedBuffer] = {}
@@ -132,15 +168,15 @@ class MoeKernel:
             self._weight_maps[key] = driver.encode_tensor_map(down.data_ptr(), sizes, strides, box)
         return self._weight_maps[key]
 
-    def _hidden_map(self, params: abi.MoeParams) -> driver.AlignedBuffer:
+    def _hidden_map(self, hidden: int, params: abi.MoeParams) -> driver.AlignedBuffer:
         rows, width = params.num_tokens * params.top_k, params.expert_width
-        key = (params.hidden, rows, width)
+        key = (hidden, rows, width)
         found = self._hidden_maps.get(key)
         if found is None:
             if len(self._hidden_maps) == _MAX_HIDDEN_MAPS:
                 self._hidden_maps.clear()
             box = (64, self.hidden_box_rows)
-            found = driver.encode_tensor_map(params.hidden, (width, rows), (width * 2,), box)
+            found = driver.encode_tensor_map(hidden, (width, rows), (width * 2,), box)
             self._hidden_maps[key] = found
         return found
 
@@ -167,7 +203,10 @@ class MoeKernel:
         expert_width = gate_up.shape[2 if self.in_out else 1] // 2
         interleaved = spec.gate_layout == "interleaved"
         alpha, limit = spec.activation_params or (0.0, 0.0)
-        out_tiles = -(-model_width // self.out_per_tile)
+        num_column_groups = num_column_groups or default_column_groups(
+            num_tokens, out_tiles=-(-model_width // self.out_per_tile)
+        )
+        assert 1 <= num_column_groups <= abi.MAX_COLUMN_GROUPS
         layout = abi.workspace_layout(
             num_tokens=num_tokens,
             top_k=top_k,
@@ -193,17 +232,18 @@ class MoeKernel:
             ids_are_i64=ids_TK.dtype == torch.int64,
             weights_are_bf16=weights_TK.dtype == torch.bfloat16,
             weight_on_input=spec.weight_on == "input",
-            num_column_groups=num_column_groups or default_column_groups(num_tokens, out_tiles),
+            num_column_groups=num_column_groups,
             act_alpha=alpha,
             act_limit=limit,
         )
-        gate_up_map = self._gate_up_map(gate_up, interleaved)
-        return Prepared(params, gate_up_map.address, self._down_map(down).address, layout)
+        return Prepared(params, self._gate_up_map(gate_up, interleaved), self._down_map(down), layout)
 
     def run(
         self, prepared: Prepared, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, workspace: Tensor | None = None
     ) -> Tensor:
-        """The output of ``perseus::experts``, [T, D], fresh and contiguous; T >= 1.
+        """The output of ``perseus::experts``, [T, D], fresh and contiguous; T, K and E >= 1.
+
+        The kernel's device must be the current one.
 
         Raises:
             PeerTimeout: an earlier launch on this device ran into its deadline.
@@ -222,10 +262,10 @@ class MoeKernel:
             params.x, params.ids, params.weights = x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()
             params.out = out.data_ptr()
             if params.hidden != base + layout.hidden:
+                prepared.set_hidden_map(self._hidden_map(base + layout.hidden, params))
                 params.hidden, params.slots = base + layout.hidden, base + layout.slots
                 params.sorted_rows, params.block_list = base + layout.sorted_rows, base + layout.block_list
                 params.hidden_ready, params.chunk_counts = base + layout.hidden_ready, base + layout.chunk_counts
-                prepared.arguments[3] = self._hidden_map(params).address
             params.control = blocks.address(stream)
             self._kernel.launch(self.num_sms, self.threads, self.shared_bytes, stream, prepared.arguments)
         return out
@@ -238,6 +278,21 @@ def raise_timeout(device_index: int) -> None:
     error.zero_()
     raise PeerTimeout(
         f"a wait inside the MoE kernel must end before its deadline, got {observed} of {expected} arrivals while "
-        f"waiting for {abi.WAIT_PHASES.get(phase, phase)} (CTA {cta}, expert {expert}, tile {tile}); "
-        "the output of that launch is NaN"
+        f"waiting for {abi.WAIT_PHASES.get(phase, phase)} (CTA {cta}, expert {expert}, tile {tile}); the output of "
+        "that launch is NaN where it needed them: discard the results since the last check and run again; "
+        f"if it comes back, look for another process that holds GPU {device_index}"
     )
+
+
+def check() -> None:
+    """Raises if a launch of the fused kernel that has ended, on any device used so far, ran into a deadline.
+
+    Waits for nothing: synchronise first. Calls look by themselves, before they launch; replays of a CUDA graph make no
+    calls, so that this is how to learn about them. Costs a read of host memory per device; without a GPU, nothing.
+
+    Raises:
+        PeerTimeout: one did; the record is cleared.
+    """
+    for device_index, blocks in list(_blocks_of_device.items()):
+        if blocks.error_phase.value != 0:
+            raise_timeout(device_index)

@@ -1,4 +1,7 @@
-"""Which variants are compiled ahead, by ``perseus warmup`` and in CI? The forms that known models have; at most 40."""
+"""Which variants must always compile? The forms that known models have, at most 40; the tests compile every one.
+
+No image is shipped: a user's machine compiles what a call needs, whether it is listed here or not.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ TILE_CONFIGS = {
     "few16": TileConfig(groups=1, max_tokens=16, stages=11),
     "few32": TileConfig(groups=1, max_tokens=32, stages=10),
     "few64": TileConfig(groups=1, max_tokens=64, stages=8),
-    "few128": TileConfig(groups=1, max_tokens=128, stages=6),
     "many128": TileConfig(groups=2, max_tokens=128, stages=4),
 }
 
@@ -60,9 +59,6 @@ class VariantSpec:
             "#define PERSEUS_CONFIG ThisConfig\n"
             f'#include "{_ENTRY_HEADER}"\n'
         )
-
-    def key(self, compiler_version: str, flags: tuple[str, ...]) -> str:
-        return source_key(self.source(), self.arch, compiler_version, flags)
 
 
 def source_key(source: str, arch: str, compiler_version: str, flags: tuple[str, ...]) -> str:
@@ -106,7 +102,7 @@ def headers_digest() -> str:
     """Hash of all of our headers, names included."""
     digest = hashlib.sha256()
     root = include_dir()
-    for path in sorted(root.rglob("*.cuh")):
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".cuh", ".hpp")):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
 from moe_case import TOLERANCE, Case, make_case, reference, relative_error
 
 from perseus_compile import fused_experts, grouped
-from perseus_compile.errors import PeerTimeout
+from perseus_compile.errors import LaunchError, PeerTimeout
 from perseus_compile.jit import abi, compiler, driver
-from perseus_compile.jit.moe_kernel import MoeKernel, control_blocks
+from perseus_compile.jit.moe_kernel import MoeKernel, check, control_blocks
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
+from perseus_compile.launch_cuda import CudaExperts
 
 pytestmark = pytest.mark.gpu
 TILES = tuple(TILE_CONFIGS)
@@ -266,6 +268,51 @@ def test_deadline_gives_nan_and_an_error() -> None:
     with pytest.raises(PeerTimeout, match=r"waiting for (counting|sorting) rows"):
         _run("few16", case)
     assert torch.equal(_run("few16", case), expected), "control words were left dirty"
+
+
+def test_check_reports_a_replay_that_ran_out_of_time() -> None:
+    case = make_case(512, 256, 16, 4, 2000)
+    kernel = _kernel("few16", "out_in", "concatenated", "silu")
+    prepared = kernel.prepare(*case.args, case.spec, deadline_ns=20_000_000)  # type: ignore[arg-type]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.run(prepared, case.x, case.ids, case.weights)
+    blocks = control_blocks(0)
+    row = (prepared.params.control - blocks.words.data_ptr()) // (blocks.words.stride(0) * 4)
+    blocks.words[row, 0] = 1  # sort_claim
+    graph.replay()
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(PeerTimeout, match=r"waiting for (counting|sorting) rows"):
+        check()
+    graph.replay()
+    torch.cuda.synchronize()
+    check()
+    assert torch.equal(out, _run("few16", case))
+
+
+def test_first_call_inside_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(256, 128, 8, 2, 5)
+    monkeypatch.setattr(fused_experts, "_kernels", {})
+    monkeypatch.setattr(fused_experts, "_plans", {})
+    with (
+        pytest.raises(LaunchError, match="call once with this token count before capturing"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        fused_experts.run_experts(*case.args, case.spec)  # type: ignore[arg-type]
+    actual = fused_experts.run_experts(*case.args, case.spec)  # type: ignore[arg-type]
+    assert actual is not None and relative_error(actual, reference(case)) < TOLERANCE
+
+
+@pytest.mark.gpu2
+def test_other_device_than_the_current_one() -> None:
+    case = make_case(256, 128, 8, 2, 50)
+    args = [None if one is None else one.to("cuda:1") for one in case.args]
+    assert torch.cuda.current_device() == 0
+    experts = CudaExperts(types.SimpleNamespace(experts=case.spec))  # type: ignore[arg-type]
+    actual = experts.forward(*args)  # type: ignore[arg-type]
+    assert torch.cuda.current_device() == 0
+    assert relative_error(actual.to("cuda:0"), reference(case)) < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -15,7 +15,7 @@ void parallel_for(int64_t count, int num_threads, const Task& task) {
         for (int64_t i = 0; i < count; ++i) task(i);
         return;
     }
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+#pragma omp parallel for schedule(guided) num_threads(num_threads)
     for (int64_t i = 0; i < count; ++i) task(i);
 }
 

@@ -1,4 +1,4 @@
-"""What does Inductor need to know about the perseus ops? Where to take ``perseus::moe`` apart, and to call it elsewhere."""
+"""What does Inductor need to know about the perseus ops? When to take ``perseus::moe`` apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of whole models share: inputs, the float64 copy to compare with, and gradients in groups of enough elements."""
+"""What tests of whole models share: inputs, a float64 copy, gradients in groups of enough elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def float64_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def gradients_by_group(*models: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Gradients of every model, by parameter; those of few elements in one group, relative to the last model's largest."""
+    """Gradients of every model, by parameter; those of few elements in one group, over the largest of the last model."""
     groups: dict[str, list[list[torch.Tensor]]] = {}
     for named in zip(*(model.named_parameters() for model in models), strict=True):
         name = named[0][0]

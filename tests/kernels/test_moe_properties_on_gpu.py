@@ -26,6 +26,14 @@ _FORMS = (
 _POISON_BYTES = 64 * 2**20
 
 
+# The relative error of a handful of elements scatters around that of many.
+_FEW_ELEMENTS = 1024
+
+
+def tolerance(case: Case) -> float:
+    return TOLERANCE if case.x.numel() >= _FEW_ELEMENTS else 2 * TOLERANCE
+
+
 def call(case: Case) -> Tensor:
     spec = dataclasses.asdict(case.spec)
     return torch.ops.perseus.experts(*case.args, **spec)
@@ -86,7 +94,7 @@ def test_any_call_means_what_float32_says(case: Case) -> None:
     torch.full((_POISON_BYTES,), 0xFF, dtype=torch.uint8, device="cuda")  # freed at once
     actual = call(case)
     assert actual.shape == case.x.shape and actual.is_contiguous()
-    assert relative_error(actual, expected) < TOLERANCE
+    assert relative_error(actual, expected) < tolerance(case)
     assert torch.equal(actual, call(case)), "two runs of the same call differ"
 
 

@@ -23,7 +23,7 @@ def float64_copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def gradients_by_group(*models: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Gradients of every model, by parameter; those of few elements in one group, over the largest of the last model."""
+    """Gradients of every model, by parameter; those of few elements in one group, over the last model's largest."""
     groups: dict[str, list[list[torch.Tensor]]] = {}
     for named in zip(*(model.named_parameters() for model in models), strict=True):
         name = named[0][0]

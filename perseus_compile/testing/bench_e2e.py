@@ -220,7 +220,7 @@ def _compiled(with_graphs: bool) -> dict[str, Function]:
     # Dynamo about helpers of transformers that are cached by version number; tracing through them is harmless.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     static: dict[str, Any] = {"dynamic": False, "fullgraph": True}
-    functions = {
+    functions: dict[str, Function] = {
         "inductor": torch.compile(forward, **static),
         "perseus": torch.compile(forward, backend=perseus, **static),
     }

@@ -142,6 +142,8 @@ def compile_ahead(
     tasks = [(case, tokens[start::_PROCESSES_PER_CASE]) for case in cases for start in range(_PROCESSES_PER_CASE)]
     tasks = [(case, some) for case, some in tasks if some]
     # Not forked: a process with a CUDA context must not be.
+    # NOTE: a key of torch's caches names the first imported module that has the name "torch" in it, so the main process
+    # must have imported perseus_compile before torch, as these do and as the command line does.
     context = multiprocessing.get_context("spawn")
     workers = min(len(tasks), os.cpu_count() or 1)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -194,7 +196,7 @@ def _on_cuda(layer: MoELayer, x_BTD: Tensor, with_inductor: bool) -> Contestants
 
 def _on_cpu(layer: MoELayer, x_BTD: Tensor, with_inductor: bool) -> Contestants:
     num_tokens, dtype = x_BTD.shape[1], x_BTD.dtype
-    functions = {**_compiled(layer, with_inductor), "eager": layer}
+    functions: dict[str, Callable[[Tensor], Tensor]] = {**_compiled(layer, with_inductor), "eager": layer}
     copied = layer.case.copied_bytes(num_tokens, str(dtype).removeprefix("torch."))
     if with_inductor and copied <= _MAX_COPY_BYTES:
         batched = MoELayer(layer.case, dtype, x_BTD.device, "batched_mm")

@@ -185,7 +185,11 @@ def _spread(row: Row) -> str:
 def _clock() -> Callable[[str], None]:
     """Prints progress with the seconds since now."""
     start = time.perf_counter()
-    return lambda message: errors.print(f"[dim]{time.perf_counter() - start:6.1f} s  {message}[/dim]", highlight=False)
+
+    def say(message: str) -> None:
+        errors.print(f"[dim]{time.perf_counter() - start:6.1f} s  {message}[/dim]", highlight=False, soft_wrap=True)
+
+    return say
 
 
 def _say_where(out: Path) -> None:

@@ -64,6 +64,21 @@ def test_moe_on_a_cpu(dtype: torch.dtype) -> None:
     assert bench_moe.ratios(rows)["best_inductor"] > 0
 
 
+@pytest.mark.parametrize("model_type", ("qwen3_moe", "gpt_oss"))
+@torch.no_grad()
+def test_contestants_of_a_gpu_agree(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their calls, without graphs, on a CPU."""
+    layer = MoELayer(tiny(model_type), torch.bfloat16, CPU)
+    x_BTD, samples_S = inputs(layer, 9)
+    monkeypatch.setattr(cuda_timing, "capture", lambda function: function)
+    monkeypatch.setattr(bench_moe, "_compiled", lambda layer, with_inductor: {"perseus": layer, "inductor": layer})
+    contestants = bench_moe._on_cuda(layer, x_BTD, with_inductor=True)
+    assert len(contestants) == 6
+    for contestant in contestants.values():
+        actual_SD = contestant().reshape(9, -1)[samples_S].float()
+        torch.testing.assert_close(actual_SD, expected(layer, x_BTD, samples_S), rtol=0.03, atol=0.03)
+
+
 def test_a_wrong_contestant_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MoELayer(tiny(), torch.bfloat16, CPU)
     monkeypatch.setattr(

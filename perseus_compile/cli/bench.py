@@ -80,7 +80,7 @@ def end_to_end(
     commit: Commit = None,
     out: Out = Path("bench_e2e.jsonl"),
 ) -> None:
-    """Prefill and decode of a random model of the widths of Qwen3-30B-A3B beside Inductor. Needs 50 GB at 8 layers."""
+    """Prefill and decode of a random model of Qwen3-30B-A3B's widths beside Inductor. For a GPU: 50 GB at 8 layers."""
     require_transformers()
     from perseus_compile.testing import bench_e2e
 

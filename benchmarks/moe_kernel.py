@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perseus_compile import activations, fused_experts, fused_router, grouped
+from perseus_compile import activations, cuda_plan, fused_experts, fused_router, grouped
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 
 Row = dict[str, Any]
@@ -246,7 +246,7 @@ def run_cell(layer: Layer, name: str, num_tokens: int, rounds: int, compiled: Co
     for key, values in measure(graphs, rounds).items():
         part, impl = key.split("/")
         p20, p50, p80 = (statistics.quantiles(values, n=10)[i] for i in (1, 4, 7))
-        plan = fused_experts.choose_tiles(num_tokens, shape.top_k, shape.num_experts) if impl == "perseus" else ""
+        plan = cuda_plan.plan_of_call(x, ids, *layer.weights[:3], layer.spec).tiles if impl == "perseus" else ""
         rows.append(
             {
                 **{"bench": "moe", "part": part, "case": name, "tokens": num_tokens, "world": 1, "dtype": "bfloat16"},

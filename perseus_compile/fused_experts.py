@@ -1,6 +1,6 @@
 """Which road does a ``perseus::experts`` call take on a CUDA device? The fused kernel, or a reason why not.
 
-``why_not`` is the one statement of what the kernel covers; ``choose_tiles`` picks the tile shape from numbers alone.
+``why_not`` is the one statement of what the kernel covers; ``cuda_plan`` picks tiles, and the path where both cover.
 
 Axes: T tokens, K choices per token, E experts, D model width, F expert width.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perseus_compile import cuda_plan, grouped
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
@@ -27,21 +28,6 @@ MAX_TOKENS = 131072
 _ALIGN_BYTES = 16
 _MAX_PLANS = 4096
 _MAX_X_ELEMENTS = 2**35  # the gather counts 16-byte chunks in 32 bits
-
-
-def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> str:
-    """Name of the tile configuration (jit/spec.py) for a call, from the mean number of rows per expert.
-
-    The limits are where the measured times of neighbours cross (H200, BF16, uniform routing, five model shapes,
-    T = 1 .. 8192, docs/measured.md). A tile that is too small reads weights twice; one that is too large leaves
-    fewer stages for the stream.
-    """
-    assert num_experts > 0
-    rows_per_expert = num_tokens * top_k / num_experts
-    for limit, name in ((1, "few8"), (8, "few16"), (16, "few32"), (32, "few64")):
-        if rows_per_expert <= limit:
-            return name
-    return "many128"
 
 
 def why_not(
@@ -137,15 +123,23 @@ def _make_plan(tensors: _Tensors, spec: ExpertsSpec) -> _Plan:
     reason = why_not(*tensors, spec)
     if reason is not None:
         return _Plan(None, None, reason)
-    x_TD, ids_TK, gate_up = tensors[0], tensors[1], tensors[3]
-    tiles = choose_tiles(x_TD.shape[0], ids_TK.shape[1], gate_up.shape[0])
+    x_TD, ids_TK, _, gate_up, gate_up_bias, down, _ = tensors
+    plain_covers = grouped.unsupported_reason(x_TD, gate_up, down, spec) is None
+    plan = cuda_plan.plan_of_call(x_TD, ids_TK, gate_up, gate_up_bias, down, spec, plain_covers=plain_covers)
+    if plan.tiles is None:
+        return _Plan(None, None, f"the plain path is {plan.reason}")
     variant = spec_for(
-        tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
+        plan.tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
     )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
         return _Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
-    return _Plan(kernel, kernel.prepare(*tensors, spec), None)
+    return _Plan(kernel, kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups), None)
+
+
+def forget_plans() -> None:
+    """Call sites are planned anew at their next call: something was measured. Captured graphs stay as they are."""
+    _plans.clear()
 
 
 def run_experts(

@@ -21,7 +21,7 @@ from perseus_compile.jit import compiler, driver
 _log = logging.getLogger(__name__)
 _ROUTINGS = ("softmax_topk", "topk_softmax", "sigmoid_topk")  # in the order of enum Routing
 _MAX_TOP_K = 32
-_MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024
 _MAX_GROUPS = 32
 _TOKENS_PER_CTA = 4
 _ADDRESSES = ("logits", "correction_bias", "ids", "weights")
@@ -48,8 +48,8 @@ def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSp
         return f"the routing kernel needs logits on a CUDA device, got {logits_TE.device}"
     if logits_TE.dtype not in (torch.float32, torch.bfloat16) or not logits_TE.is_contiguous():
         return f"logits must be contiguous and float32 or bfloat16, got {logits_TE.dtype}, strides {logits_TE.stride()}"
-    if spec.top_k > _MAX_TOP_K or logits_TE.shape[1] > _MAX_EXPERTS or spec.num_groups > _MAX_GROUPS:
-        return f"at most {_MAX_TOP_K} choices, {_MAX_EXPERTS} experts and {_MAX_GROUPS} groups, got {spec}"
+    if spec.top_k > _MAX_TOP_K or logits_TE.shape[1] > MAX_EXPERTS or spec.num_groups > _MAX_GROUPS:
+        return f"at most {_MAX_TOP_K} choices, {MAX_EXPERTS} experts and {_MAX_GROUPS} groups, got {spec}"
     if spec.weights_dtype not in (torch.float32, torch.bfloat16):
         return f"weights must be float32 or bfloat16, got {spec.weights_dtype}"
     rounds_once = (
@@ -64,6 +64,11 @@ def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSp
     ):
         return f"the correction bias must be contiguous float32, got {correction_bias_E.dtype}"
     return None
+
+
+def experts_of_a_lane(num_experts: int) -> int:
+    """Which kernel so many experts take: a power of two, in 32 lanes."""
+    return 1 << (-(-num_experts // 32) - 1).bit_length()
 
 
 def kernel_source(experts_per_lane: int) -> str:
@@ -120,8 +125,7 @@ def route_logits(
     if num_tokens == 0:
         return weights_TK, ids_TK
     device_index = logits_TE.device.index
-    experts_per_lane = 1 << (-(-num_experts // 32) - 1).bit_length()
-    kernel = _kernel(experts_per_lane, device_index)
+    kernel = _kernel(experts_of_a_lane(num_experts), device_index)
     if kernel is None:
         return None
     params = RouteParams(

@@ -86,14 +86,6 @@ def control_blocks(device_index: int) -> _ControlBlocks:
         return _blocks_of_device[device_index]
 
 
-def default_column_groups(num_tokens: int, out_tiles: int) -> int:
-    """Into how many groups of output columns GEMM 2 is cut, so that sums run beside products.
-
-    2 was 1-2 % better than 1 from 1024 tokens on, 4 tied or lost (H200, five model shapes, docs/measured.md).
-    """
-    return min(2, out_tiles) if num_tokens >= 1024 else 1
-
-
 class Prepared:
     """One call site: parameters with everything filled in but the addresses that change."""
 
@@ -192,7 +184,7 @@ class MoeKernel:
         spec: ExpertsSpec,
         *,
         deadline_ns: int = DEADLINE_NS,
-        num_column_groups: int | None = None,
+        num_column_groups: int = 1,
     ) -> Prepared:
         """Everything of a call but the addresses of x, ids, weights, output and workspace.
 
@@ -203,9 +195,6 @@ class MoeKernel:
         expert_width = gate_up.shape[2 if self.in_out else 1] // 2
         interleaved = spec.gate_layout == "interleaved"
         alpha, limit = spec.activation_params or (0.0, 0.0)
-        num_column_groups = num_column_groups or default_column_groups(
-            num_tokens, out_tiles=-(-model_width // self.out_per_tile)
-        )
         assert 1 <= num_column_groups <= abi.MAX_COLUMN_GROUPS
         layout = abi.workspace_layout(
             num_tokens=num_tokens,

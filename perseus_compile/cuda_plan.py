@@ -122,7 +122,7 @@ def choose(shape: CallShape, gpu: GpuNumbers, *, plain_covers: bool = True) -> C
     if not favoured:
         return _plan(best, best_ms, "model", f"predicted to be the fastest of {len(allowed)} candidates")
     chosen, ms = min(favoured, key=lambda pair: (pair[0].column_groups != groups, pair[1]))
-    reason = f"measured fastest at {shape.rows_per_expert:.3g} rows per expert; none is predicted {TIE:.0%} faster"
+    reason = f"measured fastest at {shape.rows_per_expert:.4g} rows per expert; no other is predicted {TIE:.0%} faster"
     return _plan(chosen, ms, "model", reason)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from perseus_compile import cuda_plan, grouped
+from perseus_compile import cuda_plan, grouped, tuned
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
@@ -40,7 +40,8 @@ def why_not(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> str | None:
-    """Why the fused kernel cannot run this call; None: it can. Reads shapes and strides, never values."""
+    """Why the fused kernel cannot run this call; None: it can. Reads shapes and strides, never values, so
+    fake tensors with plain sizes will do."""
     if x_TD.device.type != "cuda":
         return f"the fused kernel needs tensors on a CUDA device, got {x_TD.device}"
     if not _is_hopper(x_TD.device.index):
@@ -63,7 +64,7 @@ def why_not(
         return f"x must span fewer than {_MAX_X_ELEMENTS} elements, got strides {x_TD.stride()}"
     for name, tensor in (("x", x_TD), ("gate_up", gate_up), ("down", down)):
         steps = tensor.stride()[:-1]
-        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or tensor.data_ptr() % _ALIGN_BYTES:
+        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or grouped.address_of(tensor) % _ALIGN_BYTES:
             return f"{name} needs a contiguous last axis and rows on 16-byte boundaries, got strides {tensor.stride()}"
     for name, small in (
         ("ids", ids_TK),
@@ -137,9 +138,12 @@ def _make_plan(tensors: _Tensors, spec: ExpertsSpec) -> _Plan:
     return _Plan(kernel, kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups), None)
 
 
-def forget_plans() -> None:
-    """Call sites are planned anew at their next call: something was measured. Captured graphs stay as they are."""
+def _forget_plans() -> None:
+    """Call sites are planned anew at their next call. Captured graphs stay as they are."""
     _plans.clear()
+
+
+tuned.when_recorded(_forget_plans)
 
 
 def run_experts(

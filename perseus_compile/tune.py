@@ -102,7 +102,6 @@ def tune_bucket(weights: ExpertWeights, top_k: int, num_tokens: int, *, rounds: 
     times = measure(graphs, rounds)
     medians = {one: statistics.median(times[str(one)]) for one in near}
     file = tuned.record(tuned.key_of(shape, device.index), tuple(medians.items()))
-    fused_experts.forget_plans()
     fastest = min(medians, key=medians.__getitem__)
     rows = [
         TunedCandidate(candidate=one, predicted_ms=ms, measured_ms=medians.get(one), is_chosen=one == fastest)

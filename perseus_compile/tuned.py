@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,24 @@ def _versions() -> dict[str, str]:
     return {"perseus_compile": __version__, "headers": headers_digest(), "torch": str(torch.__version__)}
 
 
+_listeners: list[Callable[[], None]] = []
+
+
+def when_recorded(forget: Callable[[], None]) -> None:
+    """``forget`` is called after each ``record`` of this process: for those who keep plans."""
+    _listeners.append(forget)
+
+
 def lookup(key: Key) -> Timed | None:
     """Candidates measured for ``key`` with these versions, by this process or found in the folder at its first call."""
     return _entries().get(key)
 
 
 def record(key: Key, measured: Timed) -> Path | None:
-    """Keeps a measurement, in this process and on disk; returns the file, None (with a warning) if it is not writable.
-
-    Call sites that are planned already keep their plan until ``fused_experts.forget_plans``.
-    """
+    """Keeps a measurement, in this process and on disk; returns its file, or None, with a warning, if it has none."""
     _entries()[key] = measured
+    for forget in _listeners:
+        forget()
     entry = {
         "key": dict(key),
         "versions": _versions(),

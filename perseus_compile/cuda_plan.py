@@ -20,7 +20,8 @@ from perseus_compile.facts import ExpertsSpec
 # Predictions this close say nothing about which is faster (their own error is 2 % in the median, 9 % at most), and
 # measured times this close are called ties everywhere else.
 TIE = 0.05
-# Where measured times of neighbouring tile configurations cross, in rows per expert: decides among ties.
+# Where measured times of neighbouring tile configurations cross, in rows per expert: decides among ties. Smaller tiles
+# read weights again for every block of an expert's rows; larger ones leave fewer stages for the stream of weights.
 # (H200, BF16, even routing, five model shapes, T = 1 .. 16384, docs/measured.md)
 CROSSINGS = {"few8": 1, "few16": 8, "few32": 16, "few64": 32}
 LAST_TILES = "many128"

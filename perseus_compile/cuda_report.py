@@ -32,8 +32,8 @@ class BucketReport:
     column_groups: int
     predicted_ms: float  # of the experts, without the router; the measured median where ``source`` is "tuned"
     source: Literal["model", "tuned"]
-    workspace_bytes: int | None  # of the one allocation beside the output; the plain path makes many
-    workspace_bound_bytes: int  # what the allocation never exceeds
+    workspace_bytes: int | None  # of the one allocation beside the output; None on the plain path, which makes many
+    workspace_bound_bytes: int | None  # what that allocation never exceeds
     reason: str  # why this path and these tiles
 
 
@@ -42,17 +42,13 @@ def describe(match: MoEMatch) -> tuple[BucketReport, ...]:
     x = _value(match.x_TD)
     if x.device.type != "cuda":
         return ()
-    experts = [None if node is None else _value(node) for node in _expert_nodes(match)]
-    return tuple(_row(match, x, experts, num_tokens) for num_tokens in TOKENS)
+    return tuple(_row(match, x, num_tokens) for num_tokens in TOKENS)
 
 
-def _expert_nodes(match: MoEMatch) -> tuple[Node | None, ...]:
-    return match.gate_up, match.gate_up_bias, match.down, match.down_bias
-
-
-def _row(match: MoEMatch, x: Tensor, experts: list[Tensor | None], num_tokens: int) -> BucketReport:
-    gate_up, gate_up_bias, down, _ = experts
-    assert gate_up is not None and down is not None, "a match names both weights"
+def _row(match: MoEMatch, x: Tensor, num_tokens: int) -> BucketReport:
+    gate_up, down = _value(match.gate_up), _value(match.down)
+    gate_up_bias = None if match.gate_up_bias is None else _value(match.gate_up_bias)
+    down_bias = None if match.down_bias is None else _value(match.down_bias)
     top_k = _value(match.ids_TK).shape[1]
     mode = detect_fake_mode(x)
     assert mode is not None, "the values of a graph are fake tensors"
@@ -61,7 +57,7 @@ def _row(match: MoEMatch, x: Tensor, experts: list[Tensor | None], num_tokens: i
         ids_TK = torch.empty(num_tokens, top_k, dtype=_value(match.ids_TK).dtype, device=x.device)
         weights_TK = torch.empty(num_tokens, top_k, dtype=_value(match.weights_TK).dtype, device=x.device)
     shape = cuda_plan.call_shape(x_TD, ids_TK, gate_up, gate_up_bias, down, match.spec)
-    reason = fused_experts.why_not(x_TD, ids_TK, weights_TK, *experts, match.spec)  # type: ignore[arg-type]
+    reason = fused_experts.why_not(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, match.spec)
     if reason is not None:
         milliseconds = predicted_ms(PLAIN, shape, cuda_plan.gpu_numbers(x.device.index))
         return _report(shape, None, 1, milliseconds, "model", reason)
@@ -78,16 +74,19 @@ def _report(
     source: Literal["model", "tuned"],
     reason: str,
 ) -> BucketReport:
-    workspace = None
+    workspace = bound = None
+    sizes = {
+        "num_tokens": shape.num_tokens,
+        "top_k": shape.top_k,
+        "model_width": shape.model_width,
+        "expert_width": shape.expert_width,
+    }
     if tiles is not None:
-        workspace = abi.workspace_layout(
-            num_tokens=shape.num_tokens,
-            top_k=shape.top_k,
-            num_local_experts=shape.num_local_experts,
-            model_width=shape.model_width,
-            expert_width=shape.expert_width,
-            max_tokens_per_tile=TILE_CONFIGS[tiles].max_tokens,
+        max_tokens = TILE_CONFIGS[tiles].max_tokens
+        layout = abi.workspace_layout(
+            **sizes, num_local_experts=shape.num_local_experts, max_tokens_per_tile=max_tokens
         )
+        workspace, bound = layout.total_bytes, abi.workspace_bound_bytes(**sizes)
     return BucketReport(
         num_tokens=shape.num_tokens,
         path="plain" if tiles is None else "fused",
@@ -95,13 +94,8 @@ def _report(
         column_groups=column_groups,
         predicted_ms=milliseconds,
         source=source,
-        workspace_bytes=None if workspace is None else workspace.total_bytes,
-        workspace_bound_bytes=abi.workspace_bound_bytes(
-            num_tokens=shape.num_tokens,
-            top_k=shape.top_k,
-            model_width=shape.model_width,
-            expert_width=shape.expert_width,
-        ),
+        workspace_bytes=workspace,
+        workspace_bound_bytes=bound,
         reason=reason,
     )
 

@@ -127,6 +127,7 @@ def _make_plan(tensors: _Tensors, spec: ExpertsSpec) -> _Plan:
     x_TD, ids_TK, _, gate_up, gate_up_bias, down, _ = tensors
     plain_covers = grouped.unsupported_reason(x_TD, gate_up, down, spec) is None
     plan = cuda_plan.plan_of_call(x_TD, ids_TK, gate_up, gate_up_bias, down, spec, plain_covers=plain_covers)
+    _log.debug("%s", plan)
     if plan.tiles is None:
         return _Plan(None, None, f"the plain path is {plan.reason}")
     variant = spec_for(

@@ -12,14 +12,17 @@ import re
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
-from .cuda_report import BucketReport
 from .facts import Refusal
+
+if TYPE_CHECKING:
+    from .cuda_report import BucketReport
 
 log = logging.getLogger("perseus_compile")
 

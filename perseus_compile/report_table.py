@@ -67,17 +67,20 @@ def _cuda_table(buckets: tuple[BucketReport, ...], names: str) -> Table:
     for heading in ("tokens", "path", "kernel", "column groups", "predicted ms", "workspace / bound MiB", "reason"):
         table.add_column(heading, overflow="fold")
     for row in buckets:
-        sizes = (row.workspace_bytes, row.workspace_bound_bytes)
         table.add_row(
             str(row.num_tokens),
             row.path,
             row.kernel or "-",
             str(row.column_groups) if row.kernel else "-",
             f"{row.predicted_ms:.3g} ({row.source})",
-            "-" if row.workspace_bytes is None else " / ".join(f"{size / 2**20:.1f}" for size in sizes),
+            f"{_mebibytes(row.workspace_bytes)} / {_mebibytes(row.workspace_bound_bytes)}",
             Text(row.reason),
         )
     return table
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.1f}"
 
 
 def _break_table(breaks: tuple[ExplainedBreak, ...]) -> Table:

@@ -50,7 +50,7 @@ def key_of(shape: CallShape, device_index: int) -> Key:
 def driver_version() -> str:
     """Of the kernel module, such as 580.159.04; where that is not readable, what the driver library says."""
     found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER_FILE.read_text()) if _DRIVER_FILE.is_file() else None
-    return found[0] if found else f"CUDA {torch._C._cuda_getDriverVersion()}"
+    return found[0] if found else f"CUDA {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]  # CUDA builds
 
 
 @functools.cache

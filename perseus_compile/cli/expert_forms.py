@@ -102,7 +102,7 @@ def _first_match(name_or_folder: str) -> MoEMatch:
 
     def only_match(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         found.extend(find_moe_layers(aten_view(gm)))
-        return gm.forward  # type: ignore[no-any-return]
+        return gm.forward
 
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")

@@ -49,4 +49,3 @@ def warmup(
     results().print(table)
     if not all(one.is_kept for one in outcomes):
         raise typer.Exit(1)
-

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from measured_rows import H200, shape_of
 
-from perseus_compile import cuda_plan, env, fused_experts, grouped, tuned
+from perseus_compile import cuda_plan, fused_experts, grouped, tune, tuned
 from perseus_compile.cuda_cost import PLAIN
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec
@@ -31,14 +33,50 @@ def test_plan_for_the_plain_path_reaches_the_call(monkeypatch: pytest.MonkeyPatc
     assert fused_experts.run_experts(*call, SPEC) is None
 
 
+def test_near_candidates_and_the_plain_path_are_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the GPU: calls are not made, a candidate's time is its place among those that were asked for."""
+    bf16 = torch.bfloat16
+    weights = ExpertWeights(
+        gate_up=torch.zeros(8, 512, 1024, dtype=bf16),
+        gate_up_bias=None,
+        down=torch.zeros(8, 1024, 256, dtype=bf16),
+        down_bias=None,
+        spec=SPEC,
+    )
+    asked: list[str] = []
+
+    def measure(graphs: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
+        asked.extend(graphs)
+        return {name: [9.0, place + 1.0, 0.5][:rounds] for place, name in enumerate(graphs)}
+
+    monkeypatch.setattr(tune, "capture", lambda function: function)
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "_call_of", lambda *args: None)
+    monkeypatch.setattr(fused_experts, "why_not", lambda *args: None)
+    monkeypatch.setattr(cuda_plan, "gpu_numbers", lambda index: H200)
+    monkeypatch.setattr(tuned, "key_of", lambda shape, index: tuple(dataclasses.asdict(shape).items()))
+    bucket = tune_bucket(weights, 2, 1000, rounds=3)
+    assert bucket.num_tokens == 1024
+    predictions = [row.predicted_ms for row in bucket.rows]
+    for row in bucket.rows:
+        is_near = row.predicted_ms <= tune.NEAR * min(predictions) or row.candidate == PLAIN
+        assert (row.measured_ms is not None) == is_near == (str(row.candidate) in asked)
+    assert len(asked) == len(set(asked)) < len(bucket.rows), "256 rows per expert: tiles of 8 tokens are far off"
+    assert "plain path" in asked and str(bucket.rows[0].candidate) == asked[0]
+    assert [row.is_chosen for row in bucket.rows] == [True] + [False] * (len(bucket.rows) - 1)
+    x_TD, ids_TK = torch.zeros(600, 1024, dtype=bf16), torch.zeros(600, 2, dtype=torch.int64)
+    plan = cuda_plan.plan_of_call(x_TD, ids_TK, weights.gate_up, None, weights.down, SPEC)
+    assert (plan.source, plan.predicted_ms, plan.tiles) == ("tuned", 1.0, bucket.rows[0].candidate.tiles)
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing is tuned on this machine; kernels stay in the user's cache."""
     plans = tmp_path / "plans"
     monkeypatch.setattr(tuned, "folder", lambda: plans)
     tuned._entries.cache_clear()
-    monkeypatch.setenv(env.CACHE_DIR.name, env.CACHE_DIR.read() or "")
-    return plans
+    yield plans
+    tuned._entries.cache_clear()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import pytest
 import torch
 from measured_rows import shape_of
 
-from perseus_compile import env, tuned
+from perseus_compile import env, ops, tuned
 from perseus_compile.cuda_cost import PLAIN, Candidate
 
 FEW16 = Candidate(path="fused", tiles="few16", column_groups=1)
@@ -121,6 +121,14 @@ def test_those_who_keep_plans_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
     tuned.when_recorded(lambda: heard.append(tuned.lookup(_key()) == TIMES))
     tuned.record(_key(), TIMES)
     assert heard == [True], "when they hear of it, it is there"
+
+
+def test_call_sites_are_planned_anew() -> None:
+    for sites in (ops._experts_sites, ops._moe_sites):
+        sites.add(("of this test",), None)  # type: ignore[arg-type]
+        assert sites._plans
+    tuned.record(_key(), TIMES)
+    assert not ops._experts_sites._plans and not ops._moe_sites._plans
 
 
 _RECORD = """

@@ -7,18 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perseus_compile.cuda_cost import PLAIN, CallShape, Candidate, GpuNumbers
+from perseus_compile.testing.moe_cases import GPU_CASES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = GpuNumbers(name="NVIDIA H200", num_sms=132, clock_ghz=1.98, memory_tb_per_s=4.917)
-# model width, expert width, experts, top-k
-CASES = {
-    "qwen3-30b": (2048, 768, 128, 8),
-    "mixtral-8x7b": (4096, 14336, 8, 2),
-    "olmoe": (2048, 1024, 64, 8),
-    "gpt-oss-120b": (2880, 2880, 128, 4),
-    "gpt-oss-120b-as-is": (2880, 2880, 128, 4),
-    "dsv3-slice": (7168, 2048, 32, 8),
-}
+CASES = {case.name: case for case in GPU_CASES}
 TOKENS = (1, 16, 64, 128, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -30,19 +23,18 @@ class Row(NamedTuple):
 
 
 def shape_of(case: str, num_tokens: int) -> CallShape:
-    model_width, expert_width, num_experts, top_k = CASES[case]
-    as_is = case.endswith("as-is")
+    layer = CASES[case]
     return CallShape(
         num_tokens=num_tokens,
-        top_k=top_k,
-        num_experts=num_experts,
-        num_local_experts=num_experts,
-        model_width=model_width,
-        expert_width=expert_width,
-        has_biases=as_is,
-        weight_layout="in_out" if as_is else "out_in",
-        gate_layout="interleaved" if as_is else "concatenated",
-        activation="clamped_swiglu" if as_is else "silu",
+        top_k=layer.top_k,
+        num_experts=layer.num_experts,
+        num_local_experts=layer.num_experts,
+        model_width=layer.model_width,
+        expert_width=layer.expert_width,
+        has_biases=layer.model_type == "gpt_oss",
+        weight_layout=layer.experts.weight_layout,
+        gate_layout=layer.experts.gate_layout,
+        activation=layer.experts.activation,
     )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perseus_compile.cuda_cost import PLAIN, CallShape, Candidate, GpuNumbers
-from perseus_compile.testing.moe_cases import GPU_CASES
+from perseus_compile.testing import moe_cases
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = GpuNumbers(name="NVIDIA H200", num_sms=132, clock_ghz=1.98, memory_tb_per_s=4.917)
-CASES = {case.name: case for case in GPU_CASES}
-TOKENS = (1, 16, 64, 128, 512, 1024, 2048, 4096, 8192, 16384)
+CASES = {case.name: case for case in moe_cases.GPU_CASES}
+TOKENS = moe_cases.TOKENS["cuda"]
 
 
 class Row(NamedTuple):

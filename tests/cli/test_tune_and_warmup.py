@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from perseus_compile import cli, env, warmup
+from perseus_compile import cli, env, tuned, warmup
 from perseus_compile.cli import tune as tune_command
 from perseus_compile.cli.expert_forms import form_of_model
 from perseus_compile.cuda_cost import PLAIN, Candidate
@@ -75,6 +75,22 @@ def test_tune_measures_each_bucket_once_and_prints_it(monkeypatch: pytest.Monkey
     lines = [line for line in result.stdout.splitlines() if "few16 x 1" in line]
     assert len(lines) == 2 and all("0.5000" in line and "0.2500" in line and "yes" in line for line in lines)
     assert "plan.json" in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
+def test_tune_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    numbers = ("--hidden", "256", "--expert-width", "128", "--experts", "8", "--top-k", "2")
+    try:
+        result = _run("tune", *numbers, "--tokens", "1,64", "--rounds", "3")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("yes") == 2 and result.stdout.count("plain path") == 2
+        assert len(list(tmp_path.glob("*.json"))) == 2
+    finally:
+        tuned._entries.cache_clear()
 
 
 @pytest.mark.parametrize(

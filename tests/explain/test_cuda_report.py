@@ -130,3 +130,16 @@ def test_table_has_layers_that_run_alike_once(tuned_entries: dict[tuned.Key, tun
     assert f"{rows[-1].predicted_ms:.3g} (model)" in table
     assert report.to_dict()["layers"][0]["cuda"][0]["kernel"] == rows[0].kernel
     assert "perseus_moe_fwd" in report.to_json()
+
+
+@pytest.mark.gpu
+def test_explain_of_a_model_on_a_gpu() -> None:
+    model = tiny_causal_lm("qwen3_moe", num_layers=2, dtype=torch.bfloat16).cuda()
+    with torch.no_grad():
+        report = explain(model, random_tokens(model, (1, 4)).cuda())
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    for layer in report.layers:
+        assert layer.status == "rewritten", layer.reason
+        assert {row.path for row in layer.cuda} == {"fused" if is_hopper else "plain"}
+        assert all(row.predicted_ms > 0 and row.reason for row in layer.cuda)
+    assert "Experts on the GPU" in str(report)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from . import observe, verify
+from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
 from .errors import OptionError, UnsupportedMoE
 from .facts import MoEMatch, MoEPlan, Refusal
@@ -103,6 +103,7 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
         before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
         rewrite(gm.graph, match, decision, check_ids=options.debug)
         diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
+    rows = cuda_report.describe(match) if observe.is_collecting() else ()  # milliseconds, for those who read them
     report.layers.append(
         observe.LayerReport(
             layer=match.layer,
@@ -112,6 +113,7 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
             nodes_after=len(gm.graph.nodes),
             why=decision.why,
             graph_diff=diff,
+            cuda=rows,
         )
     )
 

@@ -21,7 +21,7 @@ class Variable:
 
 CACHE_DIR = Variable(
     "PERSEUS_CACHE_DIR",
-    "where compiled kernels are kept",
+    "where compiled kernels and, under `plans`, tuned plans are kept",
     "`perseus_compile/kernels` in `$XDG_CACHE_HOME` or `~/.cache`",
 )
 NVCC = Variable("PERSEUS_NVCC", "compile with this nvcc instead of NVRTC", "unset")

@@ -15,6 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from perseus_compile import observe, report_table
 from perseus_compile.backend import CAPTURE_SETTINGS, perseus
+from perseus_compile.cuda_report import BucketReport
 from perseus_compile.graph_breaks import RecordedBreak, fresh_dynamo, layers_around, record_graph_breaks
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 
@@ -42,6 +43,7 @@ class ExplainedLayer:
     nodes_before: int | None = None
     nodes_after: int | None = None
     graph_diff: str = ""  # the lines of the graph that the rewrite changed
+    cuda: tuple[BucketReport, ...] = ()  # how the experts will run on a GPU, a row per token bucket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,7 @@ def _explained_layers(graphs: list[observe.GraphReport]) -> Iterator[ExplainedLa
                 nodes_before=layer.nodes_before,
                 nodes_after=layer.nodes_after,
                 graph_diff=layer.graph_diff,
+                cuda=layer.cuda,
             )
         for refusal in graph.refusals:
             yield ExplainedLayer(graph=index, layer=refusal.layer, status="refused", reason=refusal.reason)

@@ -1,6 +1,6 @@
 """Which road does a ``perseus::experts`` call take on a CUDA device? The fused kernel, or a reason why not.
 
-``why_not`` is the one statement of what the kernel covers; ``choose_tiles`` picks the tile shape from numbers alone.
+``why_not`` is the one statement of what the kernel covers; ``cuda_plan`` picks tiles, and the path where both cover.
 
 Axes: T tokens, K choices per token, E experts, D model width, F expert width.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perseus_compile import cuda_plan, grouped
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
@@ -25,23 +26,7 @@ MAX_EXPERTS = 1024  # the sort's counters are in shared memory
 MAX_TOP_K = 32  # a lane per choice in the combine
 MAX_TOKENS = 131072
 _ALIGN_BYTES = 16
-_MAX_PLANS = 4096
 _MAX_X_ELEMENTS = 2**35  # the gather counts 16-byte chunks in 32 bits
-
-
-def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> str:
-    """Name of the tile configuration (jit/spec.py) for a call, from the mean number of rows per expert.
-
-    The limits are where the measured times of neighbours cross (H200, BF16, uniform routing, five model shapes,
-    T = 1 .. 8192, docs/measured.md). A tile that is too small reads weights twice; one that is too large leaves
-    fewer stages for the stream.
-    """
-    assert num_experts > 0
-    rows_per_expert = num_tokens * top_k / num_experts
-    for limit, name in ((1, "few8"), (8, "few16"), (16, "few32"), (32, "few64")):
-        if rows_per_expert <= limit:
-            return name
-    return "many128"
 
 
 def why_not(
@@ -54,7 +39,8 @@ def why_not(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> str | None:
-    """Why the fused kernel cannot run this call; None: it can. Reads shapes and strides, never values."""
+    """Why the fused kernel cannot run this call; None: it can. Reads shapes and strides, never values, so
+    fake tensors with plain sizes will do."""
     if x_TD.device.type != "cuda":
         return f"the fused kernel needs tensors on a CUDA device, got {x_TD.device}"
     if not _is_hopper(x_TD.device.index):
@@ -77,7 +63,7 @@ def why_not(
         return f"x must span fewer than {_MAX_X_ELEMENTS} elements, got strides {x_TD.stride()}"
     for name, tensor in (("x", x_TD), ("gate_up", gate_up), ("down", down)):
         steps = tensor.stride()[:-1]
-        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or tensor.data_ptr() % _ALIGN_BYTES:
+        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or grouped.address_of(tensor) % _ALIGN_BYTES:
             return f"{name} needs a contiguous last axis and rows on 16-byte boundaries, got strides {tensor.stride()}"
     for name, small in (
         ("ids", ids_TK),
@@ -119,33 +105,57 @@ def _load(spec: VariantSpec, device_index: int) -> MoeKernel | None:
         return None
 
 
-class _Plan(NamedTuple):
-    """What was found out about a call site: a kernel and its parameters, or why there is none."""
-
-    kernel: MoeKernel | None
-    prepared: Prepared | None
-    reason: str | None
-
-
-_plans: dict[tuple[object, ...], _Plan] = {}
-
-
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]  # in schema order
 
 
-def _make_plan(tensors: _Tensors, spec: ExpertsSpec) -> _Plan:
+class Plan(NamedTuple):
+    """What was found out about a call site: a kernel and its parameters, or why there is none.
+
+    Good for as long as the expert weights and biases that it was made from stay where they are.
+    """
+
+    kernel: MoeKernel | None
+    prepared: Prepared | None
+    reason: str | None  # None: ``run`` has a result
+
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """The output [T, D], fresh and contiguous; None where there is a ``reason``.
+
+        The device of the tensors must be the current one.
+
+        Raises:
+            PeerTimeout: an earlier launch on this device ran into its deadline.
+            LaunchError: the driver refuses the launch.
+        """
+        if self.kernel is not None and self.prepared is not None:
+            return self.kernel.run(self.prepared, x_TD, ids_TK, weights_TK)
+        return x_TD.new_zeros(x_TD.shape) if self.reason is None else None
+
+
+def make_plan(tensors: _Tensors, spec: ExpertsSpec) -> Plan:
+    """The plan of calls with such tensors, given in schema order. Their device must be the current one.
+
+    Raises:
+        LaunchError: the first call of a kernel comes inside a graph capture, or the driver refuses a weight.
+    """
+    x_TD, ids_TK, _, gate_up, gate_up_bias, down, _ = tensors
+    if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
+        return Plan(None, None, None)
     reason = why_not(*tensors, spec)
     if reason is not None:
-        return _Plan(None, None, reason)
-    x_TD, ids_TK, gate_up = tensors[0], tensors[1], tensors[3]
-    tiles = choose_tiles(x_TD.shape[0], ids_TK.shape[1], gate_up.shape[0])
+        return Plan(None, None, reason)
+    plain_covers = grouped.unsupported_reason(x_TD, gate_up, down, spec) is None
+    plan = cuda_plan.plan_of_call(x_TD, ids_TK, gate_up, gate_up_bias, down, spec, plain_covers=plain_covers)
+    _log.debug("%s", plan)
+    if plan.tiles is None:
+        return Plan(None, None, f"the plain path is {plan.reason}")
     variant = spec_for(
-        tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
+        plan.tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
     )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
-        return _Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
-    return _Plan(kernel, kernel.prepare(*tensors, spec), None)
+        return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
+    return Plan(kernel, kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups), None)
 
 
 def run_experts(
@@ -158,38 +168,6 @@ def run_experts(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> Tensor | None:
-    """The output [T, D], fresh and contiguous; None where the fused kernel cannot run the call (``why_not``).
-
-    The device of the tensors must be the current one.
-
-    Raises:
-        PeerTimeout: an earlier launch on this device ran into its deadline.
-        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
-    """
-    if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
-        return x_TD.new_zeros(x_TD.shape)
-    key = (
-        *(x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device, x_TD.data_ptr() % _ALIGN_BYTES),
-        *(ids_TK.shape, ids_TK.stride(), ids_TK.dtype, weights_TK.stride(), weights_TK.dtype),
-        *(
-            gate_up.data_ptr(),
-            gate_up.shape,
-            gate_up.stride(),
-            gate_up.dtype,
-            down.data_ptr(),
-            down.stride(),
-            down.dtype,
-        ),
-        None if gate_up_bias is None else (gate_up_bias.data_ptr(), gate_up_bias.stride(), gate_up_bias.dtype),
-        None if down_bias is None else (down_bias.data_ptr(), down_bias.stride(), down_bias.dtype),
-        spec,
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) == _MAX_PLANS:
-            _plans.clear()
-        plan = _make_plan((x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias), spec)
-        _plans[key] = plan
-    if plan.kernel is None or plan.prepared is None:
-        return None
-    return plan.kernel.run(plan.prepared, x_TD, ids_TK, weights_TK)
+    """Plans one call and runs it; None where the fused kernel cannot (``why_not``). The ops keep their plans."""
+    plan = make_plan((x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias), spec)
+    return plan.run(x_TD, ids_TK, weights_TK)

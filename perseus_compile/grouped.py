@@ -78,11 +78,16 @@ def _unreadable_in_place(weight: Tensor) -> str | None:
         return f"must be dense along one of its two last axes, got strides {weight.stride()}"
     if pitch % multiple or of_expert % multiple:
         return f"must have strides that are multiples of {multiple} elements, got {weight.stride()}"
-    is_fake = isinstance(weight, FakeTensor)
-    address = int(weight.storage_offset()) * weight.dtype.itemsize if is_fake else weight.data_ptr()
+    address = address_of(weight)
     if weight.is_cuda and address % ROW_BYTES:
         return f"must start at a multiple of {ROW_BYTES} bytes, got an address {address % ROW_BYTES} bytes above one"
     return None
+
+
+def address_of(tensor: Tensor) -> int:
+    """In bytes; of a fake tensor, which has none, as if its storage began at 0."""
+    is_fake = isinstance(tensor, FakeTensor)
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize if is_fake else tensor.data_ptr()
 
 
 class Rows(NamedTuple):

@@ -24,11 +24,11 @@ def register_decompositions() -> None:
         lowering.make_fallback(moe, warn=False, override_decomp=True)
 
 
-def _moe_on_cpu(x_TD: Tensor, *tensors: Any, **numbers: Any) -> Any:
+def _moe_on_cpu(x_TD: Tensor, *args: Any) -> Any:
     """The router as torch ops, which Inductor fuses, and the experts as one op; other devices keep the one node.
 
     At one token the router's six small torch calls inside the op take as long as a fifth of the experts' weights.
     """
     if x_TD.device.type not in _DECOMPOSED_DEVICES:
         return NotImplemented
-    return route_and_experts(x_TD, *tensors, **numbers)
+    return route_and_experts(x_TD, *args)

@@ -12,6 +12,7 @@ import re
 import textwrap
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -19,6 +20,9 @@ from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
 from .facts import Refusal
+
+if TYPE_CHECKING:
+    from .cuda_report import BucketReport
 
 log = logging.getLogger("perseus_compile")
 
@@ -36,6 +40,7 @@ class LayerReport:
         nodes_before, nodes_after: nodes of Dynamo's graph around this rewrite.
         why: one clause on the choice of op.
         graph_diff: lines of the graph that this rewrite changed.
+        cuda: how the experts will run on a GPU, a row per token bucket; empty elsewhere, and outside of ``collect``.
     """
 
     layer: str
@@ -45,6 +50,7 @@ class LayerReport:
     nodes_after: int
     why: str
     graph_diff: str
+    cuda: tuple[BucketReport, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -87,6 +93,11 @@ def collect() -> Iterator[list[GraphReport]]:
         yield reports
     finally:
         _collectors.reset(token)
+
+
+def is_collecting() -> bool:
+    """Whether somebody waits for the reports of the graphs that are compiled now."""
+    return bool(_collectors.get())
 
 
 def publish(report: GraphReport) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from perseus_compile.cuda_report import BucketReport
     from perseus_compile.explain import ExplainedBreak, ExplainedLayer, Report
 
 # Wide enough for the paths and reasons of real models where the output is not a terminal.
@@ -20,6 +21,7 @@ _SHOWN_PATHS = 2
 
 def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_layer_table(report.layers)] if report.layers else []
+    parts += _cuda_tables(report.layers)
     if report.graph_breaks:
         parts.append(_break_table(report.graph_breaks))
     return Group(*parts, _summary(report))
@@ -49,6 +51,36 @@ def _layer_table(layers: tuple[ExplainedLayer, ...]) -> Table:
             Text(row.reason),
         )
     return table
+
+
+def _cuda_tables(layers: tuple[ExplainedLayer, ...]) -> list[Table]:
+    """One for all layers that run alike."""
+    alike: dict[tuple[BucketReport, ...], list[str]] = {}
+    for layer in layers:
+        if layer.cuda:
+            alike.setdefault(layer.cuda, []).append(layer.layer)
+    return [_cuda_table(buckets, _shortened(tuple(names))) for buckets, names in alike.items()]
+
+
+def _cuda_table(buckets: tuple[BucketReport, ...], names: str) -> Table:
+    table = Table(title=f"Experts on the GPU, router not included: {names}", title_justify="left")
+    for heading in ("tokens", "path", "kernel", "column groups", "predicted ms", "workspace / bound MiB", "reason"):
+        table.add_column(heading, overflow="fold")
+    for row in buckets:
+        table.add_row(
+            str(row.num_tokens),
+            row.path,
+            row.kernel or "-",
+            str(row.column_groups) if row.kernel else "-",
+            f"{row.predicted_ms:.3g} ({row.source})",
+            f"{_mebibytes(row.workspace_bytes)} / {_mebibytes(row.workspace_bound_bytes)}",
+            Text(row.reason),
+        )
+    return table
+
+
+def _mebibytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.1f}"
 
 
 def _break_table(breaks: tuple[ExplainedBreak, ...]) -> Table:

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from perseus_compile.cli import bench, demo, inspect
+from perseus_compile.cli import bench, demo, inspect, tune, warmup
 from perseus_compile.cli.console import errors
 from perseus_compile.errors import PerseusError
 
@@ -24,6 +24,8 @@ app.command("demo")(demo.demo)
 app.command("explain")(inspect.explain)
 app.command("diff")(inspect.diff)
 app.command("doctor")(inspect.doctor)
+app.command("tune")(tune.tune)
+app.command("warmup")(warmup.warmup)
 app.add_typer(bench.app, name="bench")
 
 

@@ -85,12 +85,27 @@ def _model_type_and_base(name_or_folder: str) -> tuple[str, dict[str, Any] | Non
     )
 
 
-def _check_memory(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Counts the parameters on the meta device before any memory is used."""
+def meta_model(name_or_folder: str, *, num_layers: int) -> PreTrainedModel:
+    """The causal LM in its full width, without memory: all parameters are on the meta device.
+
+    Raises:
+        typer.BadParameter: neither a known model_type nor a folder with a config.json.
+    """
+    require_transformers()
+    model_type, base = _model_type_and_base(name_or_folder)
+    return _on_meta(config_for(model_type, num_layers=num_layers, base=base), torch.bfloat16)
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _check_memory(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Counts the parameters on the meta device before any memory is used."""
+    model = _on_meta(config, dtype)
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     available = _available_bytes()
     if available is not None and needed > 0.8 * available:

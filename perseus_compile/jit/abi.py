@@ -54,9 +54,19 @@ class WorkspaceLayout:
     chunk_counts: int
     total_bytes: int
 
+    def offsets(self) -> dict[str, int]:
+        """Offset of each array, by the name of its address in ``MoeParams``."""
+        return {name: offset for name, offset in dataclasses.asdict(self).items() if name != "total_bytes"}
+
 
 def max_blocks(num_rows: int, num_experts: int, max_tokens_per_tile: int) -> int:
     return num_rows // max_tokens_per_tile + min(num_rows, num_experts)
+
+
+def workspace_bound_bytes(*, num_tokens: int, top_k: int, model_width: int, expert_width: int) -> int:
+    """What ``workspace_layout`` never exceeds, whatever the tiles: at most 1024 experts and widths from 8 on."""
+    rows = num_tokens * top_k
+    return rows * model_width * 5 + rows * expert_width * 2 + (32 << 20)  # 2.5 bfloat16 numbers a row and model feature
 
 
 def workspace_layout(

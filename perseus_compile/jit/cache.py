@@ -48,15 +48,7 @@ class ImageCache:
     def store(self, key: str, image: bytes) -> bool:
         """False where the folder cannot be written; the image in hand stays good."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f"{key}.", suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(_MAGIC + hashlib.sha256(image).digest() + image)
-                os.replace(temporary, self.path(key))
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            replace_file(self.path(key), _MAGIC + hashlib.sha256(image).digest() + image)
         except OSError as error:
             _log.warning(
                 "kernel cache: %s cannot be written (%s), so every process compiles; set %s to another folder",
@@ -66,6 +58,23 @@ class ImageCache:
             )
             return False
         return True
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file as a whole: readers see the old bytes or the new ones. Makes the folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def default_folder() -> Path:

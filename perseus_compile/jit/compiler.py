@@ -141,6 +141,15 @@ def _compile_nvcc(source: str, arch: str, nvcc: str) -> bytes:
         return image.read_bytes()
 
 
+def image_key(source: str, arch: str) -> str:
+    """The key of an image in the cache.
+
+    Raises:
+        BuildError: there is no compiler.
+    """
+    return source_key(source, arch, compiler_version(), _NVCC_FLAGS if _nvcc() else FLAGS)
+
+
 def build(spec: VariantSpec, cache: ImageCache | None = None) -> bytes:
     """The image of ``spec``; see ``build_source``."""
     return build_source(spec.source(), spec.arch, cache)
@@ -155,11 +164,11 @@ def build_source(source: str, arch: str, cache: ImageCache | None = None) -> byt
         BuildError: it does not compile; the message names the log file.
     """
     cache = cache or ImageCache(default_folder())
-    nvcc = _nvcc()
-    key = source_key(source, arch, compiler_version(), _NVCC_FLAGS if nvcc else FLAGS)
+    key = image_key(source, arch)
     image = cache.load(key)
     if image is None:
         start = time.perf_counter()
+        nvcc = _nvcc()
         image = _compile_nvcc(source, arch, nvcc) if nvcc else compile_source(source, arch)[0]
         _log.info("compiled %s for %s in %.1f s", key, arch, time.perf_counter() - start)
         cache.store(key, image)

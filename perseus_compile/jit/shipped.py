@@ -8,7 +8,7 @@ from __future__ import annotations
 from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for
 
 MAX_SHIPPED = 40
-_FORMS = (
+FORMS = (
     ("out_in", "concatenated", "silu"),  # Mixtral, Qwen, OLMoE, DeepSeek, GLM
     ("out_in", "concatenated", "gelu"),
     ("out_in", "concatenated", "gelu_tanh"),  # Gemma-style gates
@@ -22,6 +22,6 @@ def shipped_variants() -> tuple[VariantSpec, ...]:
     """Every form in every tile configuration. Interleaved [E, N, K] weights need no variant of their own."""
     return tuple(
         spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation)
-        for weight_layout, gate_layout, activation in _FORMS
+        for weight_layout, gate_layout, activation in FORMS
         for tiles in TILE_CONFIGS
     )

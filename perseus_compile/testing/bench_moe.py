@@ -22,7 +22,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from perseus_compile import fused_experts, grouped, observe
+from perseus_compile import cuda_plan, grouped, observe
 from perseus_compile.backend import perseus
 from perseus_compile.testing import cpu_timing, cuda_timing, moe_cases
 from perseus_compile.testing.bench_rows import Row, WrongResult, row
@@ -102,8 +102,12 @@ def rows(layer: MoELayer, x_BTD: Tensor, times: Mapping[str, Sequence[float]], c
     """The rows of one cell; TFLOP/s on useful FLOPs, GB/s on the weights of the experts hit, x and the output."""
     case, num_tokens = layer.case, x_BTD.shape[1]
     dtype = str(x_BTD.dtype).removeprefix("torch.")
-    num_hit = layer.route(x_BTD)[0].unique().numel()
-    tiles = fused_experts.choose_tiles(num_tokens, case.top_k, case.num_experts) if x_BTD.is_cuda else None
+    ids_TK, _ = layer.route(x_BTD)
+    num_hit = ids_TK.unique().numel()
+    gate_up, gate_up_bias, down, _ = layer.weights
+    tiles = None
+    if x_BTD.is_cuda:
+        tiles = cuda_plan.plan_of_call(x_BTD[0], ids_TK, gate_up, gate_up_bias, down, layer.spec).tiles
     for name, milliseconds in times.items():
         part, impl = name.split("/")
         measured = row(

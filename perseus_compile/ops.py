@@ -322,7 +322,8 @@ def _other_device(tensor: Tensor, *_: Any, **__: Any) -> Any:
 
 def _register() -> None:
     for schema in SCHEMAS:
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Compilers pass tensors with the strides they were traced with: weights are never copied into another layout.
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     fakes: dict[str, Callable[..., Any]] = {
         "experts": _experts_fake,
         "experts_backward": _experts_backward_fake,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -195,7 +196,9 @@ def measure(
     if model.device.type == "cuda":
         times = cuda_timing.measure(contestants, rounds, before_each=call.rewind)
         call.rewind()
-        clock_mhz = cuda_timing.clock_mhz(contestants["perseus"], min(times["perseus"]))
+        clock_mhz = cuda_timing.clock_mhz(
+            lambda: (call.rewind(), contestants["perseus"]()), statistics.median(times["perseus"])
+        )
     else:
         times = cpu_timing.measure(contestants, rounds, before_each=call.rewind)
     found = conditions(model.device, commit=commit, clock_mhz=clock_mhz)

@@ -3,6 +3,8 @@
 // Axes: T tokens, K choices per token, E experts, D model width, F expert width, R routed rows (T*K).
 #pragma once
 
+#include "perseus/common/route_params.cuh"
+#include "perseus/schedule/router_items.cuh"
 #include "perseus/schedule/worklist.cuh"
 
 namespace perseus {
@@ -20,6 +22,8 @@ struct MoeParams {
     const void* gate_up_bias;     // BF16 [E, 2F] or null
     const void* down_bias;        // BF16 [E, D] or null
     void* out;                    // BF16 [T, D], contiguous
+    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart; null: ids and weights are given
+    const void* router_bias;      // BF16 [router's E] or null
     // workspace of this call, see layout/workspace.cuh
     void* hidden;                 // BF16 [R, F], rows sorted by expert
     void* slots;                  // BF16 [R, D], row t*K + k belongs to choice k of token t
@@ -32,6 +36,7 @@ struct MoeParams {
     void* error;                  // ErrorRecord in host memory, or null
     u64 deadline_ns;              // of any single wait
     i64 x_row_elements;
+    i64 router_row_elements;
     u32 num_tokens;
     u32 top_k;
     u32 num_local_experts;
@@ -46,6 +51,7 @@ struct MoeParams {
     u32 num_column_groups;        // of the output; see schedule/worklist.cuh
     float act_alpha;              // clamped_swiglu
     float act_limit;
+    RouteParams route;            // with router_weight only; route.ids and route.weights are ids and weights
 };
 
 // Zero between launches: the last CTA to leave clears it. One per stream, and one per captured call.
@@ -57,12 +63,14 @@ struct ControlBlock {
     u32 tile_claim;
     u32 exits;
     u32 aborted;
-    u32 unused;
+    u32 router_claim;
+    u32 tokens_routed;
+    u32 router_items_done[kMaxSharedRouterBlocks];  // per token block
     u32 slots_done[kMaxColumnGroups];
     u32 private_hidden_ready[kPrivateSortBlocks];  // where nobody prepares counters in the workspace: private sorts
 };
 
-enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4 };
+enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4, kRouter = 5 };
 
 // What the first wait that ran out of time was waiting for.
 struct ErrorRecord {

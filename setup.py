@@ -36,6 +36,7 @@ setup(
             "perseus_compile._C",
             host_sources(),
             include_dirs=["csrc", "csrc/include"],
+            libraries=["dl"],  # the CUDA driver is opened when it is first needed
             cxx_std=20,
             extra_compile_args=["-O3", "-fopenmp", "-Wall", "-Wextra"],
             extra_link_args=["-fopenmp"],

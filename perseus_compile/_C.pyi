@@ -67,3 +67,31 @@ class CpuExperts:
         expert_width: int,
         num_threads: int,
     ) -> bool: ...
+
+class ControlBlocks:
+    def __init__(
+        self, *, words: int, stride_bytes: int, capacity: int, error: int, driver: str = "libcuda.so.1"
+    ) -> None: ...
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def expired(self) -> bool: ...
+    def address(self, stream: int) -> int: ...
+
+class KernelLauncher:
+    def __init__(
+        self,
+        *,
+        function: int,
+        context: int,
+        params: bytes,
+        patches: list[tuple[int, int, int]],
+        tensor_maps: list[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+        num_addresses: int,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        control: ControlBlocks | None = None,
+        driver: str = "libcuda.so.1",
+    ) -> None: ...
+    def launch(self, stream: int, *addresses: int) -> bool: ...

@@ -25,7 +25,6 @@ MAX_EXPERTS = 1024  # the sort's counters are in shared memory
 MAX_TOP_K = 32  # a lane per choice in the combine
 MAX_TOKENS = 131072
 _ALIGN_BYTES = 16
-_MAX_PLANS = 4096
 _MAX_X_ELEMENTS = 2**35  # the gather counts 16-byte chunks in 32 bits
 
 
@@ -119,33 +118,53 @@ def _load(spec: VariantSpec, device_index: int) -> MoeKernel | None:
         return None
 
 
-class _Plan(NamedTuple):
-    """What was found out about a call site: a kernel and its parameters, or why there is none."""
-
-    kernel: MoeKernel | None
-    prepared: Prepared | None
-    reason: str | None
-
-
-_plans: dict[tuple[object, ...], _Plan] = {}
-
-
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]  # in schema order
 
 
-def _make_plan(tensors: _Tensors, spec: ExpertsSpec) -> _Plan:
+class Plan(NamedTuple):
+    """What was found out about a call site: a kernel and its parameters, or why there is none.
+
+    Good for as long as the expert weights and biases that it was made from stay where they are.
+    """
+
+    kernel: MoeKernel | None
+    prepared: Prepared | None
+    reason: str | None  # None: ``run`` has a result
+
+    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """The output [T, D], fresh and contiguous; None where there is a ``reason``.
+
+        The device of the tensors must be the current one.
+
+        Raises:
+            PeerTimeout: an earlier launch on this device ran into its deadline.
+            LaunchError: the driver refuses the launch.
+        """
+        if self.kernel is not None and self.prepared is not None:
+            return self.kernel.run(self.prepared, x_TD, ids_TK, weights_TK)
+        return x_TD.new_zeros(x_TD.shape) if self.reason is None else None
+
+
+def make_plan(tensors: _Tensors, spec: ExpertsSpec) -> Plan:
+    """The plan of calls with such tensors, given in schema order. Their device must be the current one.
+
+    Raises:
+        LaunchError: the first call of a kernel comes inside a graph capture, or the driver refuses a weight.
+    """
+    x_TD, ids_TK, gate_up = tensors[0], tensors[1], tensors[3]
+    if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
+        return Plan(None, None, None)
     reason = why_not(*tensors, spec)
     if reason is not None:
-        return _Plan(None, None, reason)
-    x_TD, ids_TK, gate_up = tensors[0], tensors[1], tensors[3]
+        return Plan(None, None, reason)
     tiles = choose_tiles(x_TD.shape[0], ids_TK.shape[1], gate_up.shape[0])
     variant = spec_for(
         tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
     )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
-        return _Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
-    return _Plan(kernel, kernel.prepare(*tensors, spec), None)
+        return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
+    return Plan(kernel, kernel.prepare(*tensors, spec), None)
 
 
 def run_experts(
@@ -158,38 +177,6 @@ def run_experts(
     down_bias: Tensor | None,
     spec: ExpertsSpec,
 ) -> Tensor | None:
-    """The output [T, D], fresh and contiguous; None where the fused kernel cannot run the call (``why_not``).
-
-    The device of the tensors must be the current one.
-
-    Raises:
-        PeerTimeout: an earlier launch on this device ran into its deadline.
-        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
-    """
-    if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
-        return x_TD.new_zeros(x_TD.shape)
-    key = (
-        *(x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device, x_TD.data_ptr() % _ALIGN_BYTES),
-        *(ids_TK.shape, ids_TK.stride(), ids_TK.dtype, weights_TK.stride(), weights_TK.dtype),
-        *(
-            gate_up.data_ptr(),
-            gate_up.shape,
-            gate_up.stride(),
-            gate_up.dtype,
-            down.data_ptr(),
-            down.stride(),
-            down.dtype,
-        ),
-        None if gate_up_bias is None else (gate_up_bias.data_ptr(), gate_up_bias.stride(), gate_up_bias.dtype),
-        None if down_bias is None else (down_bias.data_ptr(), down_bias.stride(), down_bias.dtype),
-        spec,
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) == _MAX_PLANS:
-            _plans.clear()
-        plan = _make_plan((x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias), spec)
-        _plans[key] = plan
-    if plan.kernel is None or plan.prepared is None:
-        return None
-    return plan.kernel.run(plan.prepared, x_TD, ids_TK, weights_TK)
+    """Plans one call and runs it; None where the fused kernel cannot (``why_not``). The ops keep their plans."""
+    plan = make_plan((x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias), spec)
+    return plan.run(x_TD, ids_TK, weights_TK)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from perseus_compile import _C
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import RoutingSpec
 from perseus_compile.jit import compiler, driver
@@ -25,6 +27,7 @@ _MAX_EXPERTS = 1024
 _MAX_GROUPS = 32
 _TOKENS_PER_CTA = 4
 _ADDRESSES = ("logits", "correction_bias", "ids", "weights")
+_BASES = ("logits", "ids", "weights")  # what a launch brings, in this order
 _NUMBERS = (
     *("num_tokens", "num_experts", "top_k", "routing", "logits_are_bf16", "renormalize", "round_to_bf16"),
     *("num_groups", "topk_groups"),
@@ -102,33 +105,53 @@ def _load(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
         return None
 
 
-def route_logits(
-    logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec
-) -> tuple[Tensor, Tensor] | None:
-    """Weights float32 [T, K], rounded as the spec says, and ids int32 [T, K]; None where ``why_not`` has a reason.
+class Route(NamedTuple):
+    """A call site of the routing kernel: launches that lack nothing but the addresses."""
 
-    The device of the logits must be the current one.
+    launcher: _C.KernelLauncher | None  # None: there is no token
+    shape_TK: tuple[int, int]
+    device: torch.device
+
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Room for the weights float32 [T, K] and the ids int32 [T, K]."""
+        weights_TK = torch.empty(self.shape_TK, dtype=torch.float32, device=self.device)
+        return weights_TK, torch.empty(self.shape_TK, dtype=torch.int32, device=self.device)
+
+    def run(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [T, K], rounded as the spec says, and ids int32 [T, K].
+
+        The device of the logits must be the current one.
+
+        Raises:
+            LaunchError: the driver refuses the launch.
+        """
+        weights_TK, ids_TK = self.empty()
+        if self.launcher is not None:
+            stream = driver.current_stream(self.device.index)
+            self.launcher.launch(stream, logits_TE.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr())
+        return weights_TK, ids_TK
+
+
+def plan_route(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec) -> Route | None:
+    """How logits like these are routed; None where ``why_not`` has a reason. Reads no value.
+
+    Good for as long as the correction bias stays where it is. The device of the logits must be the current one.
 
     Raises:
-        LaunchError: the driver refuses the launch, or the first call of a kernel comes inside a graph capture.
+        LaunchError: the first call of a kernel comes inside a graph capture.
     """
     if why_not(logits_TE, correction_bias_E, spec) is not None:
         return None
     num_tokens, num_experts = logits_TE.shape
-    ids_TK = torch.empty(num_tokens, spec.top_k, dtype=torch.int32, device=logits_TE.device)
-    weights_TK = torch.empty(num_tokens, spec.top_k, dtype=torch.float32, device=logits_TE.device)
+    shape_TK = (num_tokens, spec.top_k)
     if num_tokens == 0:
-        return weights_TK, ids_TK
-    device_index = logits_TE.device.index
+        return Route(None, shape_TK, logits_TE.device)
     experts_per_lane = 1 << (-(-num_experts // 32) - 1).bit_length()
-    kernel = _kernel(experts_per_lane, device_index)
+    kernel = _kernel(experts_per_lane, logits_TE.device.index)
     if kernel is None:
         return None
     params = RouteParams(
-        logits=logits_TE.data_ptr(),
         correction_bias=0 if correction_bias_E is None else correction_bias_E.data_ptr(),
-        ids=ids_TK.data_ptr(),
-        weights=weights_TK.data_ptr(),
         num_tokens=num_tokens,
         num_experts=num_experts,
         top_k=spec.top_k,
@@ -141,7 +164,19 @@ def route_logits(
         renormalize_eps=spec.renormalize_eps,
         scale=spec.routing_scale,
     )
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    stream = torch.cuda.current_stream(device_index).cuda_stream
-    kernel.launch(-(-num_tokens // _TOKENS_PER_CTA), 32 * _TOKENS_PER_CTA, 0, stream, arguments)
-    return weights_TK, ids_TK
+    launcher = kernel.launcher(
+        params,
+        bases=_BASES,
+        moving={name: driver.Place(name, 0) for name in _BASES},
+        grid=-(-num_tokens // _TOKENS_PER_CTA),
+        threads=32 * _TOKENS_PER_CTA,
+    )
+    return Route(launcher, shape_TK, logits_TE.device)
+
+
+def route_logits(
+    logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec
+) -> tuple[Tensor, Tensor] | None:
+    """Plans one call and runs it; None where the kernel cannot (``why_not``). The ops keep their plans."""
+    route = plan_route(logits_TE, correction_bias_E, spec)
+    return None if route is None else route.run(logits_TE)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from perseus_compile import launch, launch_cuda, lower
+from perseus_compile.call_sites import CallSites, call_site
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
@@ -46,11 +47,14 @@ SCHEMAS = (
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
 # Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
-_KERNEL_KEYS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+_KERNEL_KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
 
 _Experts: TypeAlias = "launch.CpuExperts | launch_cuda.CudaExperts"
+_Kernels: TypeAlias = "dict[str, Callable[[Any, dict[str, Any]], Tensor]]"  # tensors and numbers, by device type
+_experts_sites: CallSites[launch_cuda.CudaCall] = CallSites()
+_moe_sites: CallSites[launch_cuda.CudaMoe] = CallSites()
 
 
 def _weight_args(
@@ -110,27 +114,65 @@ def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
 
 
 def _wants_grad(tensors: Any) -> bool:
-    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    if torch.is_grad_enabled():
+        for one in tensors:
+            if one is not None and one.requires_grad:
+                return True
+    return False
 
 
-def _below_autograd(op: Any, kernel: Any, keyset: Any, tensors: Any, numbers: dict[str, Any]) -> Tensor:
-    """Calls ``op`` without autograd: one node where it is traced, its kernel where it runs."""
-    below = keyset & _BELOW_AUTOGRAD
+_device_of_keyset: dict[int, str | None] = {}  # reading a set costs more than a look-up
+
+
+def _device_below(keyset: Any) -> str | None:
+    """The device whose kernel the dispatcher would call after autograd; None: something is between, such as tracing."""
+    raw = keyset.raw_repr()
+    if raw not in _device_of_keyset:
+        following = (keyset & _BELOW_AUTOGRAD).highestPriorityTypeId()
+        _device_of_keyset[raw] = next((device for device, key in _KERNEL_KEYS.items() if key == following), None)
+    return _device_of_keyset[raw]
+
+
+def _below_autograd(
+    name: str, kernels: _Kernels, keyset: Any, tensors: Any, numbers: dict[str, Any]
+) -> Tensor:
+    """Calls an op without autograd: one node where it is traced, its kernel where it runs."""
+    device = _device_below(keyset)
+    if device == "cuda":
+        # What the dispatcher would call next, without packing and unpacking some 20 arguments once more. No guard: what
+        # this kernel calls has no derivative to record, as none is wanted here, and entering one costs as much.
+        return kernels[device](tensors, numbers)
     with torch._C._AutoDispatchBelowAutograd():
-        if below.highestPriorityTypeId() in _KERNEL_KEYS:
-            # What the dispatcher would call next, without packing and unpacking some 20 arguments once more.
-            return kernel(*tensors, **numbers)
-        return op.redispatch(below, *tensors, **numbers)
+        if device is not None:
+            return kernels[device](tensors, numbers)
+        op = getattr(torch.ops.perseus, name).default
+        return op.redispatch(keyset & _BELOW_AUTOGRAD, *tensors, **numbers)
 
 
 # ---- perseus::experts
 
 
-def _experts_kernel(*tensors: Any, **numbers: Any) -> Tensor:
-    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
+def _experts_on_cpu(tensors: Any, numbers: dict[str, Any]) -> Tensor:
+    return _checked_experts(tensors, _hashable(numbers)).forward(*tensors)
+
+
+def _checked_experts(tensors: Any, numbers: tuple[tuple[str, Any], ...]) -> Any:
+    experts = _prepared(_experts_args(*tensors), numbers)
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
-    return experts.forward(*tensors)
+    return experts
+
+
+def _experts_on_cuda(tensors: Any, numbers: dict[str, Any]) -> Tensor:
+    numbers["activation_params"] = tuple(numbers["activation_params"])
+    site = call_site(tensors[:3], tensors[3:], numbers)
+    call = _experts_sites.find(site)
+    if call is None:
+        call = _experts_sites.add(site, _checked_experts(tensors, _hashable(numbers)).plan(*tensors))
+    return call.forward(*tensors)
+
+
+_EXPERTS_KERNELS = {"cpu": _experts_on_cpu, "cuda": _experts_on_cuda}
 
 
 def _experts_fake(*tensors: Any, **numbers: Any) -> Tensor:
@@ -147,7 +189,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx: Any, keyset: Any, numbers: dict[str, Any], *tensors: Any) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.numbers = numbers
-        return _below_autograd(torch.ops.perseus.experts.default, _experts_kernel, keyset, tensors, numbers)
+        return _below_autograd("experts", _EXPERTS_KERNELS, keyset, tensors, numbers)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,7 +205,7 @@ class _ExpertsFunction(torch.autograd.Function):
 def _experts_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
     if _wants_grad(tensors):
         return _ExpertsFunction.apply(keyset, numbers, *tensors)
-    return _below_autograd(torch.ops.perseus.experts.default, _experts_kernel, keyset, tensors, numbers)
+    return _below_autograd("experts", _EXPERTS_KERNELS, keyset, tensors, numbers)
 
 
 # ---- perseus::experts_backward
@@ -219,14 +261,24 @@ def _kwargs_of(routing: RoutingSpec) -> dict[str, Any]:
     return routing.as_kwargs()
 
 
-def _moe_kernel(*tensors: Any, **numbers: Any) -> Tensor:
+def _moe_on_cpu(tensors: Any, numbers: dict[str, Any]) -> Tensor:
     router_tensors, expert_tensors = tensors[:4], tensors[4:]
     routing, experts = _prepared_moe(_router_args(*router_tensors), _weight_args(*expert_tensors), _hashable(numbers))
-    if tensors[0].is_cuda:
-        weights_TK, ids_TK = launch_cuda.run_router(routing, *router_tensors)
-    else:
-        weights_TK, ids_TK = route(*router_tensors, **_kwargs_of(routing))
+    weights_TK, ids_TK = route(*router_tensors, **_kwargs_of(routing))
     return experts.forward(tensors[0], ids_TK, weights_TK, *expert_tensors)
+
+
+def _moe_on_cuda(tensors: Any, numbers: dict[str, Any]) -> Tensor:
+    numbers["activation_params"] = tuple(numbers["activation_params"])
+    site = call_site(tensors[:1], tensors[1:], numbers)
+    call = _moe_sites.find(site)
+    if call is None:
+        args = (_router_args(*tensors[:4]), _weight_args(*tensors[4:]), _hashable(numbers))
+        call = _moe_sites.add(site, launch_cuda.CudaMoe.plan(*_prepared_moe(*args), *tensors))
+    return call.forward(*tensors)
+
+
+_MOE_KERNELS = {"cpu": _moe_on_cpu, "cuda": _moe_on_cuda}
 
 
 def _moe_fake(*tensors: Any, **numbers: Any) -> Tensor:
@@ -248,7 +300,7 @@ def route_and_experts(*tensors: Any, **numbers: Any) -> Tensor:
 def _moe_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
     if _wants_grad(tensors):
         return route_and_experts(*tensors, **numbers)
-    return _below_autograd(torch.ops.perseus.moe.default, _moe_kernel, keyset, tensors, numbers)
+    return _below_autograd("moe", _MOE_KERNELS, keyset, tensors, numbers)
 
 
 # ---- registration
@@ -258,20 +310,26 @@ def _other_device(tensor: Tensor, *_: Any, **__: Any) -> Any:
     raise lower.no_kernel(tensor.device)
 
 
+def _as_kernel(run: Callable[[Any, dict[str, Any]], Tensor]) -> Callable[..., Tensor]:
+    """As the dispatcher calls kernels."""
+    return lambda *tensors, **numbers: run(tensors, numbers)
+
+
 def _register() -> None:
     for schema in SCHEMAS:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    kernels = {"experts": _experts_kernel, "experts_backward": _experts_backward_kernel, "moe": _moe_kernel}
     fakes: dict[str, Callable[..., Any]] = {
         "experts": _experts_fake,
         "experts_backward": _experts_backward_fake,
         "moe": _moe_fake,
     }
-    for name, kernel in kernels.items():
-        _LIBRARY.impl(name, kernel, "CPU")
-        _LIBRARY.impl(name, kernel, "CUDA")
+    for device in _KERNEL_KEYS:
+        _LIBRARY.impl("experts", _as_kernel(_EXPERTS_KERNELS[device]), device.upper())
+        _LIBRARY.impl("experts_backward", _experts_backward_kernel, device.upper())
+        _LIBRARY.impl("moe", _as_kernel(_MOE_KERNELS[device]), device.upper())
+    for name, fake in fakes.items():
         _LIBRARY.impl(name, _other_device, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"perseus::{name}", fakes[name], lib=_LIBRARY)
+        torch.library.register_fake(f"perseus::{name}", fake, lib=_LIBRARY)
     torch.library.register_autograd("perseus::experts_backward", _no_second_derivative, lib=_LIBRARY)
     _LIBRARY.impl("experts", _experts_autograd, "Autograd", with_keyset=True)
     _LIBRARY.impl("moe", _moe_autograd, "Autograd", with_keyset=True)

@@ -7,5 +7,6 @@ namespace perseus::api {
 
 void register_routing(pybind11::module_& m);
 void register_experts(pybind11::module_& m);
+void register_cuda_launch(pybind11::module_& m);
 
 }  // namespace perseus::api

@@ -54,6 +54,10 @@ class WorkspaceLayout:
     chunk_counts: int
     total_bytes: int
 
+    def offsets(self) -> dict[str, int]:
+        """Offset of each array, by the name of its address in ``MoeParams``."""
+        return {name: offset for name, offset in dataclasses.asdict(self).items() if name != "total_bytes"}
+
 
 def max_blocks(num_rows: int, num_experts: int, max_tokens_per_tile: int) -> int:
     return num_rows // max_tokens_per_tile + min(num_rows, num_experts)

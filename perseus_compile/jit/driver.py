@@ -1,32 +1,29 @@
-"""How does Python reach the CUDA driver? Modules, tensor maps and launches through ctypes; needs no CUDA toolkit."""
+"""How does Python reach the CUDA driver? Modules through ctypes, launches through ``_C``; needs no CUDA toolkit."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from perseus_compile import _C
 from perseus_compile.errors import LaunchError
 from perseus_compile.jit.cache import default_folder
 
+LIBRARY = "libcuda.so.1"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_BF16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-_SWIZZLE_128B = 3
-_L2_PROMOTION_128B = 2  # 256 bytes cost 2-3 % of the read rate where weights are streamed once (docs/measured.md)
-_CAPTURE_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
-TENSOR_MAP_BYTES = 128
 
 
 @functools.cache
 def _driver() -> Any:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise LaunchError(
-            f"the CUDA driver library libcuda.so.1 must be loadable, got {error}; install a driver or run on CPU"
+            f"the CUDA driver library {LIBRARY} must be loadable, got {error}; install a driver or run on CPU"
         ) from error
 
 
@@ -55,58 +52,44 @@ def refuse_in_capture() -> None:
         )
 
 
-def capture_id(stream: int) -> int:
-    """Number of the graph capture that ``stream`` is in, unique in the process; 0: it is in none."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    result = _driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-    )
-    if result != 0:
-        _check(result, "asking whether a stream is being captured")
-    return number.value if status.value == _CAPTURE_ACTIVE else 0
+def current_device() -> int:
+    """``torch.cuda.current_device()`` without asking whether CUDA has been initialised."""
+    return torch._C._cuda_getDevice()  # type: ignore[attr-defined, no-any-return]
 
 
-class AlignedBuffer:
-    """Host memory for one tensor map, which must start on a multiple of 64 bytes."""
-
-    def __init__(self, num_bytes: int = TENSOR_MAP_BYTES, align: int = 64) -> None:
-        self._raw = ctypes.create_string_buffer(num_bytes + align)
-        start = ctypes.addressof(self._raw)
-        self.address = start + (-start) % align
+def current_stream(device_index: int) -> int:
+    """The driver's handle of torch's current stream, without an object for it."""
+    return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[attr-defined, no-any-return]
 
 
-def encode_tensor_map(
-    address: int, sizes: Sequence[int], strides_bytes: Sequence[int], box: Sequence[int]
-) -> AlignedBuffer:
-    """Tensor map of a BF16 tensor, innermost axis first, 128-byte swizzle, zeros outside.
+def allocate(num_bytes: int, stream: int) -> int:
+    """Address of memory of torch's allocator on the current device, for work on ``stream``; a tensor costs more."""
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)  # type: ignore[attr-defined, no-any-return]
 
-    Args:
-        address: device address, a multiple of 16.
-        sizes: elements per axis.
-        strides_bytes: of all axes but the innermost, multiples of 16.
-        box: elements per axis that one load brings.
 
-    Raises:
-        LaunchError: the driver refuses the numbers.
-    """
-    rank = len(sizes)
-    tensor_map = AlignedBuffer()
-    result = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(tensor_map.address),
-        ctypes.c_int(_BF16),
-        ctypes.c_uint32(rank),
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides_bytes),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*([1] * rank)),
-        ctypes.c_int(0),
-        ctypes.c_int(_SWIZZLE_128B),
-        ctypes.c_int(_L2_PROMOTION_128B),
-        ctypes.c_int(0),
-    )
-    _check(result, f"encoding a tensor map with sizes={list(sizes)}, strides={list(strides_bytes)}, box={list(box)}")
-    return tensor_map
+def free(address: int) -> None:
+    """Gives memory of ``allocate`` back: to what is launched on its stream later."""
+    torch._C._cuda_cudaCachingAllocator_raw_delete(address)  # type: ignore[attr-defined]
+
+
+class Place(NamedTuple):
+    """An address: ``offset`` bytes behind a base that every launch brings; without a base, the address itself."""
+
+    base: str | None
+    offset: int
+
+
+class TensorMapShape(NamedTuple):
+    """A BF16 tensor map, innermost axis first; 128-byte swizzle, zeros outside."""
+
+    sizes: tuple[int, ...]  # elements per axis
+    strides_bytes: tuple[int, ...]  # of all axes but the innermost, multiples of 16
+    box: tuple[int, ...]  # elements per axis that one load brings
+
+
+class TensorMap(NamedTuple):
+    place: Place  # a multiple of 16
+    shape: TensorMapShape
 
 
 class Kernel:
@@ -123,6 +106,8 @@ class Kernel:
         driver = _driver()
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
+        self._context = ctypes.c_void_p()
+        _check(driver.cuCtxGetCurrent(ctypes.byref(self._context)), f"asking for the context of {name}")
         _check(
             driver.cuModuleLoadData(ctypes.byref(self._module), image),
             f"loading the module of {name}",
@@ -156,10 +141,41 @@ class Kernel:
         )
         _check(result, f"asking for {num_bytes} bytes of shared memory")
 
-    def launch(self, grid: int, threads: int, shared_bytes: int, stream: int, arguments: Any) -> None:
-        """``arguments``: array of addresses, one per kernel parameter."""
-        result = _driver().cuLaunchKernel(
-            self._function, grid, 1, 1, threads, 1, 1, shared_bytes, ctypes.c_void_p(stream), arguments, None
+    def launcher(
+        self,
+        params: ctypes.Structure,
+        *,
+        moving: Mapping[str, Place],
+        tensor_maps: Sequence[TensorMap] = (),
+        bases: Sequence[str] = (),
+        grid: int,
+        threads: int,
+        shared_bytes: int = 0,
+        control: _C.ControlBlocks | None = None,
+    ) -> _C.KernelLauncher:
+        """Launches of one call site: ``launcher.launch(stream, *addresses of the bases)``.
+
+        Args:
+            params: the first parameter of the kernel, copied here.
+            moving: which of its fields get an address at every launch, and which one.
+            tensor_maps: the parameters after the first.
+            bases: names for the addresses that a launch brings; the name ``control`` means the control block.
+
+        Raises:
+            LaunchError: the driver refuses a tensor map of a fixed address.
+        """
+        index = {name: number for number, name in enumerate((*bases, "control", None))}
+        fields = type(params)
+        return _C.KernelLauncher(
+            function=self._function.value or 0,
+            context=self._context.value or 0,
+            params=bytes(params),
+            patches=[(getattr(fields, name).offset, index[place.base], place.offset) for name, place in moving.items()],
+            tensor_maps=[(index[one.place.base], one.place.offset, *one.shape) for one in tensor_maps],
+            num_addresses=len(bases),
+            grid=grid,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            control=control,
+            driver=LIBRARY,
         )
-        if result != 0:
-            _check(result, f"launching {grid} CTAs of {threads} threads with {shared_bytes} bytes of shared memory")

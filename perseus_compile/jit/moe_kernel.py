@@ -1,7 +1,7 @@
 """How does one call of the experts become one launch? Tensors in, kernel parameters out; owns the control words.
 
-What does not change from call to call - numbers, weights, tensor maps of weights - is written once per call site into a
-``Prepared``; a call then sets a dozen addresses and launches.
+What does not change from call to call - numbers, weights, where in the workspace an array lies - is written once per
+call site into a ``Prepared``; a call then brings the addresses of its tensors.
 
 Axes: T tokens, K choices per token, E experts, D model width, F expert width, R routed rows (T*K).
 """
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from perseus_compile import _C
 from perseus_compile.errors import LaunchError, PeerTimeout
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import abi, driver
 from perseus_compile.jit.cache import default_folder
+from perseus_compile.jit.driver import Place
 
 _ENTRY = "perseus_moe_fwd"
 _FACTS = "perseus_facts"
@@ -25,46 +28,24 @@ _NUM_FACTS = 9
 _CONTROL_STRIDE_WORDS = 512  # more than abi.CONTROL_WORDS; blocks of two streams never share a line
 _MAX_CONTROL_BLOCKS = 4096  # 8 MiB; graphs are never known to be dead, so none is given back
 DEADLINE_NS = 10_000_000_000  # of one wait inside the kernel
-_MAX_HIDDEN_MAPS = 256  # the allocator returns the same few addresses; past this many they are encoded anew
+_BASES = ("x", "ids", "weights", "out", "workspace")  # what a launch brings, in this order
 
 
-class _ControlBlocks:
-    """Words that are zero between launches. Launches that share a block must be ordered: those of one stream, or those
-    that one graph capture took from one stream."""
+class _ControlBlocks(_C.ControlBlocks):
+    """The control words of a device, and the record of the first deadline that expired on it."""
 
     def __init__(self, device: torch.device) -> None:
         driver.refuse_in_capture()
         self.words = torch.zeros(_MAX_CONTROL_BLOCKS, _CONTROL_STRIDE_WORDS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # other streams will use them
-        self._of_stream: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()  # two new streams must not take the same block
         self.error = torch.zeros(ctypes.sizeof(abi.ErrorRecord) // 4, dtype=torch.int32, pin_memory=True)
-        self.error_phase = ctypes.c_uint32.from_address(self.error.data_ptr())  # read before every launch
-
-    @property
-    def num_used(self) -> int:
-        return len(self._of_stream)
-
-    def address(self, stream: int) -> int:
-        key = (stream, driver.capture_id(stream))
-        known = self._of_stream.get(key)
-        if known is not None:
-            return known
-        with self._lock:
-            return self._take(key)
-
-    def _take(self, key: tuple[int, int]) -> int:
-        if key in self._of_stream:  # another thread was faster
-            return self._of_stream[key]
-        index = len(self._of_stream)
-        if index == _MAX_CONTROL_BLOCKS:
-            raise LaunchError(
-                f"at most {_MAX_CONTROL_BLOCKS} streams and graphs can be served by one process, got one more; "
-                "re-use streams and graphs"
-            )
-        address: int = self.words.data_ptr() + index * _CONTROL_STRIDE_WORDS * 4
-        self._of_stream[key] = address
-        return address
+        super().__init__(
+            words=self.words.data_ptr(),
+            stride_bytes=_CONTROL_STRIDE_WORDS * 4,
+            capacity=_MAX_CONTROL_BLOCKS,
+            error=self.error.data_ptr(),
+            driver=driver.LIBRARY,
+        )
 
 
 _blocks_of_device: dict[int, _ControlBlocks] = {}
@@ -94,27 +75,11 @@ def default_column_groups(num_tokens: int, out_tiles: int) -> int:
     return min(2, out_tiles) if num_tokens >= 1024 else 1
 
 
-class Prepared:
-    """One call site: parameters with everything filled in but the addresses that change."""
+class Prepared(NamedTuple):
+    """One call site: launches that lack nothing but the addresses that change."""
 
-    def __init__(
-        self,
-        params: abi.MoeParams,
-        gate_up_map: driver.AlignedBuffer,
-        down_map: driver.AlignedBuffer,
-        layout: abi.WorkspaceLayout,
-    ) -> None:
-        self.params = params
-        self.layout = layout
-        self.lock = threading.Lock()  # between writing the addresses and the launch that copies them
-        # NOTE: ``arguments`` holds addresses only; these keep alive what they point to.
-        self.weight_maps = (gate_up_map, down_map)
-        self.hidden_map: driver.AlignedBuffer | None = None
-        self.arguments = (ctypes.c_void_p * 4)(ctypes.addressof(params), gate_up_map.address, down_map.address)
-
-    def set_hidden_map(self, hidden_map: driver.AlignedBuffer) -> None:
-        self.arguments[3] = hidden_map.address
-        self.hidden_map = hidden_map
+    launcher: _C.KernelLauncher
+    layout: abi.WorkspaceLayout
 
 
 class MoeKernel:
@@ -137,48 +102,32 @@ class MoeKernel:
         control_blocks(device_index)  # now: a call may come inside a capture, which this would invalidate
         self.device_index = device_index
         self.num_sms = torch.cuda.get_device_properties(device_index).multi_processor_count
-        self._hidden_maps: dict[tuple[int, int, int], driver.AlignedBuffer] = {}
-        self._weight_maps: dict[tuple[object, ...], driver.AlignedBuffer] = {}
 
-    def _gate_up_map(self, gate_up: Tensor, interleaved: bool) -> driver.AlignedBuffer:
+    def _gate_up_map(self, gate_up: Tensor, interleaved: bool) -> driver.TensorMap:
         experts, rows, columns = gate_up.shape
         expert_stride, row_stride = gate_up.stride(0) * 2, gate_up.stride(1) * 2
-        key = ("gate_up", gate_up.data_ptr(), gate_up.shape, expert_stride, row_stride, interleaved)
-        if key not in self._weight_maps:
-            if self.paired:
-                sizes, strides, box = (columns, rows, 1, experts), (row_stride, 16, expert_stride), (64, 64, 1, 1)
-            elif self.in_out:
-                half = columns // 2
-                sizes, strides, box = (half, rows, 2, experts), (row_stride, half * 2, expert_stride), (64, 64, 1, 1)
-            else:
-                half = rows // 2
-                feature, plane = (2 * row_stride, row_stride) if interleaved else (row_stride, half * row_stride)
-                sizes, strides = (columns, half, 2, experts), (feature, plane, expert_stride)
-                box = (64, self.hidden_per_tile, 2, 1)
-            self._weight_maps[key] = driver.encode_tensor_map(gate_up.data_ptr(), sizes, strides, box)
-        return self._weight_maps[key]
+        if self.paired:
+            sizes, strides, box = (columns, rows, 1, experts), (row_stride, 16, expert_stride), (64, 64, 1, 1)
+        elif self.in_out:
+            half = columns // 2
+            sizes, strides, box = (half, rows, 2, experts), (row_stride, half * 2, expert_stride), (64, 64, 1, 1)
+        else:
+            half = rows // 2
+            feature, plane = (2 * row_stride, row_stride) if interleaved else (row_stride, half * row_stride)
+            sizes, strides = (columns, half, 2, experts), (feature, plane, expert_stride)
+            box = (64, self.hidden_per_tile, 2, 1)
+        return driver.TensorMap(Place(None, gate_up.data_ptr()), driver.TensorMapShape(sizes, strides, box))
 
-    def _down_map(self, down: Tensor) -> driver.AlignedBuffer:
+    def _down_map(self, down: Tensor) -> driver.TensorMap:
         experts, rows, columns = down.shape
         expert_stride, row_stride = down.stride(0) * 2, down.stride(1) * 2
-        key = ("down", down.data_ptr(), down.shape, expert_stride, row_stride)
-        if key not in self._weight_maps:
-            box = (64, 64, 1, 1) if self.in_out else (64, self.out_per_tile, 1, 1)
-            sizes, strides = (columns, rows, 1, experts), (row_stride, 16, expert_stride)
-            self._weight_maps[key] = driver.encode_tensor_map(down.data_ptr(), sizes, strides, box)
-        return self._weight_maps[key]
+        box = (64, 64, 1, 1) if self.in_out else (64, self.out_per_tile, 1, 1)
+        shape = driver.TensorMapShape((columns, rows, 1, experts), (row_stride, 16, expert_stride), box)
+        return driver.TensorMap(Place(None, down.data_ptr()), shape)
 
-    def _hidden_map(self, hidden: int, params: abi.MoeParams) -> driver.AlignedBuffer:
-        rows, width = params.num_tokens * params.top_k, params.expert_width
-        key = (hidden, rows, width)
-        found = self._hidden_maps.get(key)
-        if found is None:
-            if len(self._hidden_maps) == _MAX_HIDDEN_MAPS:
-                self._hidden_maps.clear()
-            box = (64, self.hidden_box_rows)
-            found = driver.encode_tensor_map(hidden, (width, rows), (width * 2,), box)
-            self._hidden_maps[key] = found
-        return found
+    def _hidden_map(self, layout: abi.WorkspaceLayout, rows: int, width: int) -> driver.TensorMap:
+        shape = driver.TensorMapShape((width, rows), (width * 2,), (64, self.hidden_box_rows))
+        return driver.TensorMap(Place("workspace", layout.hidden), shape)
 
     def prepare(
         self,
@@ -215,10 +164,11 @@ class MoeKernel:
             expert_width=expert_width,
             max_tokens_per_tile=self.max_tokens,
         )
+        control = control_blocks(self.device_index)
         params = abi.MoeParams(
             gate_up_bias=0 if gate_up_bias is None else gate_up_bias.data_ptr(),
             down_bias=0 if down_bias is None else down_bias.data_ptr(),
-            error=control_blocks(self.device_index).error.data_ptr(),
+            error=control.error.data_ptr(),
             deadline_ns=deadline_ns,
             x_row_elements=x_TD.stride(0),
             num_tokens=num_tokens,
@@ -236,7 +186,24 @@ class MoeKernel:
             act_alpha=alpha,
             act_limit=limit,
         )
-        return Prepared(params, self._gate_up_map(gate_up, interleaved), self._down_map(down), layout)
+        launcher = self._kernel.launcher(
+            params,
+            bases=_BASES,
+            moving={
+                **{name: Place(name, 0) for name in ("x", "ids", "weights", "out", "control")},
+                **{name: Place("workspace", offset) for name, offset in layout.offsets().items()},
+            },
+            tensor_maps=(
+                self._gate_up_map(gate_up, interleaved),
+                self._down_map(down),
+                self._hidden_map(layout, num_tokens * top_k, expert_width),
+            ),
+            grid=self.num_sms,
+            threads=self.threads,
+            shared_bytes=self.shared_bytes,
+            control=control,
+        )
+        return Prepared(launcher, layout)
 
     def run(
         self, prepared: Prepared, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, workspace: Tensor | None = None
@@ -249,26 +216,20 @@ class MoeKernel:
             PeerTimeout: an earlier launch on this device ran into its deadline.
             LaunchError: the driver refuses the launch.
         """
-        blocks = control_blocks(self.device_index)
-        if blocks.error_phase.value != 0:
+        out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        stream = driver.current_stream(self.device_index)
+        addresses = (x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr())
+        if workspace is not None:
+            launched = prepared.launcher.launch(stream, *addresses, workspace.data_ptr())
+        else:
+            address = driver.allocate(prepared.layout.total_bytes, stream)
+            try:
+                launched = prepared.launcher.launch(stream, *addresses, address)
+            finally:
+                driver.free(address)
+        if not launched:
             raise_timeout(self.device_index)
-        params, layout = prepared.params, prepared.layout
-        out = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-        if workspace is None:
-            workspace = torch.empty(layout.total_bytes, dtype=torch.uint8, device=x_TD.device)
-        base = workspace.data_ptr()
-        stream = torch.cuda.current_stream(self.device_index).cuda_stream
-        with prepared.lock:
-            params.x, params.ids, params.weights = x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr()
-            params.out = out.data_ptr()
-            if params.hidden != base + layout.hidden:
-                prepared.set_hidden_map(self._hidden_map(base + layout.hidden, params))
-                params.hidden, params.slots = base + layout.hidden, base + layout.slots
-                params.sorted_rows, params.block_list = base + layout.sorted_rows, base + layout.block_list
-                params.hidden_ready, params.chunk_counts = base + layout.hidden_ready, base + layout.chunk_counts
-            params.control = blocks.address(stream)
-            self._kernel.launch(self.num_sms, self.threads, self.shared_bytes, stream, prepared.arguments)
-        return out
+        return out_TD
 
 
 def raise_timeout(device_index: int) -> None:
@@ -294,5 +255,5 @@ def check() -> None:
         PeerTimeout: one did; the record is cleared.
     """
     for device_index, blocks in list(_blocks_of_device.items()):
-        if blocks.error_phase.value != 0:
+        if blocks.expired:
             raise_timeout(device_index)

@@ -31,6 +31,9 @@ struct MoeParams {
     void* block_list;             // TokenBlock [max blocks], one per token block
     void* hidden_ready;           // u32 [max blocks]
     void* chunk_counts;           // u32 [kMaxSortChunks, E]
+    void* logits;                 // BF16 [T, router's E], with router_weight only, as are the next two:
+    void* routed_ids;             // i32 [T, K], the same as ids
+    void* routed_weights;         // F32 [T, K], the same as weights
     // words that are zero between launches
     void* control;                // ControlBlock
     void* error;                  // ErrorRecord in host memory, or null
@@ -51,7 +54,7 @@ struct MoeParams {
     u32 num_column_groups;        // of the output; see schedule/worklist.cuh
     float act_alpha;              // clamped_swiglu
     float act_limit;
-    RouteParams route;            // with router_weight only; route.ids and route.weights are ids and weights
+    RouteParams route;            // with router_weight only
 };
 
 // Zero between launches: the last CTA to leave clears it. One per stream, and one per captured call.

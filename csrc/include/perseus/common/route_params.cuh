@@ -1,4 +1,4 @@
-// What must a router know after its logits? Plain numbers and addresses, for the routing kernel and the MoE kernel alike.
+// What must a router know after its logits? Plain numbers and addresses, for the routing kernel and the MoE kernel.
 //
 // Axes: T tokens, K choices per token, E experts.
 #pragma once
@@ -9,11 +9,14 @@ namespace perseus {
 
 enum class Routing : u32 { kSoftmaxTopk = 0, kTopkSoftmax = 1, kSigmoidTopk = 2 };
 
+struct RouteArrays {
+    const void* logits;  // F32 or BF16 [T, E], contiguous
+    void* ids;           // i32 [T, K]
+    void* weights;       // F32 [T, K]
+};
+
 struct RouteParams {
-    const void* logits;           // F32 or BF16 [T, E], contiguous
     const void* correction_bias;  // F32 [E] or null
-    void* ids;                    // i32 [T, K]
-    void* weights;                // F32 [T, K]
     u32 num_tokens;
     u32 num_experts;
     u32 top_k;                    // at most 32: lane k keeps choice k
@@ -25,6 +28,12 @@ struct RouteParams {
     u32 topk_groups;
     float renormalize_eps;
     float scale;
+};
+
+// Of the routing kernel.
+struct RouteKernelParams {
+    RouteArrays arrays;
+    RouteParams route;
 };
 
 }  // namespace perseus

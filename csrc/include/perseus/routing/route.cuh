@@ -48,10 +48,10 @@ struct Candidate {
 template <u32 kPerLane>
 class TokenScores {
 public:
-    PERSEUS_D TokenScores(const RouteParams& params, u32 token) : params_(params) {
+    PERSEUS_D TokenScores(const RouteParams& params, const void* logits, u32 token) : params_(params) {
         const u64 first = static_cast<u64>(token) * params.num_experts;
-        if (params.logits_are_bf16) load(static_cast<const u16*>(params.logits) + first);
-        else load(static_cast<const float*>(params.logits) + first);
+        if (params.logits_are_bf16) load(static_cast<const u16*>(logits) + first);
+        else load(static_cast<const float*>(logits) + first);
         if (params.routing == static_cast<u32>(Routing::kSoftmaxTopk)) softmax();
         if (params.routing == static_cast<u32>(Routing::kSigmoidTopk)) sigmoid();
     }
@@ -172,12 +172,12 @@ PERSEUS_D float rounded(const RouteParams& params, float value) {
 enum class RouteResult : u32 { kStore, kDiscard };
 
 template <u32 kPerLane>
-PERSEUS_D void route_token(const RouteParams& params, u32 token, RouteResult result) {
+PERSEUS_D void route_token(const RouteParams& params, const RouteArrays& arrays, u32 token, RouteResult result) {
     const u32 lane = threadIdx.x % 32;
     const bool chosen = lane < params.top_k;
     u32 id = 0;
     float weight = 0.0f;
-    TokenScores<kPerLane>(params, token).choose(id, weight);
+    TokenScores<kPerLane>(params, arrays.logits, token).choose(id, weight);
     if (params.routing == static_cast<u32>(Routing::kTopkSoftmax)) {
         weight = expf(weight - __shfl_sync(kAllLanes, weight, 0));  // choice 0 is the largest
         weight /= warp_sum(chosen ? weight : 0.0f);
@@ -187,18 +187,18 @@ PERSEUS_D void route_token(const RouteParams& params, u32 token, RouteResult res
     if (params.scale != 1.0f) weight = rounded(params, weight * params.scale);
     if (!chosen || result == RouteResult::kDiscard) return;
     const u64 index = static_cast<u64>(token) * params.top_k + lane;
-    static_cast<i32*>(params.ids)[index] = static_cast<i32>(id);
-    static_cast<float*>(params.weights)[index] = weight;
+    static_cast<i32*>(arrays.ids)[index] = static_cast<i32>(id);
+    static_cast<float*>(arrays.weights)[index] = weight;
 }
 
 }  // namespace perseus
 
 // One variant per translation unit: PERSEUS_EXPERTS_PER_LANE, 32 of which hold all experts.
 #if defined(PERSEUS_EXPERTS_PER_LANE)
-extern "C" __global__ void __launch_bounds__(128) perseus_route(const __grid_constant__ perseus::RouteParams params) {
+extern "C" __global__ void __launch_bounds__(128)
+    perseus_route(const __grid_constant__ perseus::RouteKernelParams params) {
     const perseus::u32 token = blockIdx.x * 4 + threadIdx.x / 32;
-    if (token < params.num_tokens) {
-        perseus::route_token<PERSEUS_EXPERTS_PER_LANE>(params, token, perseus::RouteResult::kStore);
-    }
+    if (token >= params.route.num_tokens) return;
+    perseus::route_token<PERSEUS_EXPERTS_PER_LANE>(params.route, params.arrays, token, perseus::RouteResult::kStore);
 }
 #endif

@@ -11,20 +11,17 @@
 
 namespace perseus {
 
+// Not inlined, so that its warm-up and its use run the same instructions, and so that its registers are not the kernel's.
 // Code for 32 * kPerLane experts; unrolled loops over a lane's experts keep their scores in registers.
-PERSEUS_D void route_any_token(const RouteParams& params, u32 token, RouteResult result) {
+__device__ __noinline__ void route_any_token(const RouteParams& params, RouteArrays arrays, u32 token,
+                                             RouteResult result) {
     const u32 per_lane = ceil_div(params.num_experts, 32u);
-    if (per_lane <= 1) route_token<1>(params, token, result);
-    else if (per_lane <= 2) route_token<2>(params, token, result);
-    else if (per_lane <= 4) route_token<4>(params, token, result);
-    else if (per_lane <= 8) route_token<8>(params, token, result);
-    else if (per_lane <= 16) route_token<16>(params, token, result);
-    else route_token<32>(params, token, result);
-}
-
-// The same as one function that is not inlined, so that its warm-up and its use run the same instructions.
-__device__ __noinline__ void route_any_token_called(const RouteParams& params, u32 token, RouteResult result) {
-    route_any_token(params, token, result);
+    if (per_lane <= 1) route_token<1>(params, arrays, token, result);
+    else if (per_lane <= 2) route_token<2>(params, arrays, token, result);
+    else if (per_lane <= 4) route_token<4>(params, arrays, token, result);
+    else if (per_lane <= 8) route_token<8>(params, arrays, token, result);
+    else if (per_lane <= 16) route_token<16>(params, arrays, token, result);
+    else route_token<32>(params, arrays, token, result);
 }
 
 template <class C>
@@ -119,7 +116,8 @@ private:
     }
 
     PERSEUS_D void route(u32 token, RouteResult result) {
-        route_any_token_called(params_.route, token, result);
+        const RouteArrays arrays{params_.logits, params_.routed_ids, params_.routed_weights};
+        route_any_token(params_.route, arrays, token, result);
     }
 
     const MoeParams& params_;

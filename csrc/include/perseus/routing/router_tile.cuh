@@ -35,7 +35,7 @@ public:
         multiply(sums, first_token, first_expert);
         store_partials(sums);
         __syncthreads();
-        auto* logits = static_cast<u16*>(const_cast<void*>(params_.route.logits));
+        auto* logits = static_cast<u16*>(params_.logits);
         for (u32 row = threadIdx.x / kExperts; row < kTokens; row += C::kThreads / kExperts) {
             float logit = 0.0f;
 #pragma unroll

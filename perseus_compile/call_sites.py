@@ -43,9 +43,6 @@ def call_site(moving: Sequence[Tensor], fixed: Sequence[Tensor | None], numbers:
     """
     return (
         *[(one.data_ptr() % _ALIGN_BYTES, one.shape, one.stride(), one.dtype, one.device) for one in moving],
-        *[
-            None if one is None else (one.data_ptr(), one.shape, one.stride(), one.dtype, one.device)
-            for one in fixed
-        ],
+        *[None if one is None else (one.data_ptr(), one.shape, one.stride(), one.dtype, one.device) for one in fixed],
         *numbers.values(),
     )

@@ -58,7 +58,7 @@ def experts(
     sum_dtype = torch.float64 if x_TD.dtype == torch.float64 else torch.float32
     rows = []
     for token in range(num_tokens):
-        total_D = torch.zeros(x_TD.shape[1], dtype=sum_dtype)
+        total_D = torch.zeros(x_TD.shape[1], dtype=sum_dtype, device=x_TD.device)
         for choice in range(num_choices):
             expert = int(ids_TK[token, choice]) - expert_offset
             if not 0 <= expert < gate_up.shape[0]:

@@ -1,52 +1,107 @@
-"""perseus bench: speed of the ops, and compile time. Prints tables, writes JSON rows that carry their conditions."""
+"""perseus bench: speed of a layer and of a model, and compile time. Prints tables, writes JSON rows.
+
+A row is one measurement with its conditions (``testing/bench_rows.py``).
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 from rich.progress import track
 from rich.table import Table
 
 from perseus_compile.cli.console import errors, results
 from perseus_compile.cli.models import DType, require_transformers
+from perseus_compile.testing import bench_rows, moe_cases
+from perseus_compile.testing.bench_rows import Row
 from perseus_compile.testing.conditions import conditions
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
-Rounds = Annotated[int, typer.Option(min=1, help="measurements of each cell, in rotating order")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is one")]
+Commit = Annotated[str | None, typer.Option(help="of the source tree, where git does not know it")]
+Out = Annotated[Path, typer.Option(help="JSON rows are appended to this file")]
 
 
 @app.command("moe")
 def moe_layer(
-    tokens: Annotated[str, typer.Option(help="token counts, separated by commas")] = "1,4,16,64,256,1024",
-    dtypes: Annotated[str, typer.Option(help="dtypes, separated by commas")] = "bfloat16,float32",
-    rounds: Rounds = 7,
-    out: Annotated[Path, typer.Option(help="JSON rows are appended to this file")] = Path("bench_moe.jsonl"),
+    device: Device = None,
+    cases: Annotated[str | None, typer.Option(help="names of testing/moe_cases.py, separated by commas")] = None,
+    tokens: Annotated[str | None, typer.Option(help="token counts, separated by commas")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="dtypes, separated by commas")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="samples of each contestant; 7 to 31 by tokens")] = None,
+    inductor: Annotated[bool, typer.Option(help="measure the compiled baselines too")] = True,
+    commit: Commit = None,
+    out: Out = Path("bench_moe.jsonl"),
 ) -> None:
-    """Time of one MoE layer on the CPU (hidden 1024, expert width 512, 64 experts, top-8) beside Inductor's."""
+    """Time of one MoE layer beside eager code and Inductor: six layers on a GPU, a small one on a CPU."""
     require_transformers()
     from perseus_compile.testing import bench_moe
+    from perseus_compile.testing.moe_layer import MoELayer
 
-    cases = [
-        bench_moe.Case(tokens=int(count), dtype=DType(dtype).torch_dtype)
-        for dtype in dtypes.split(",")
-        for count in tokens.split(",")
-    ]
-    table = Table(title="Microseconds per call, median", title_justify="left")
-    for heading in ("dtype", "tokens", "contestant", "microseconds", "p20 - p80", "over best Inductor"):
+    where = _device(device)
+    chosen = [_case(name) for name in cases.split(",")] if cases else moe_cases.CASES_OF_DEVICE[where.type]
+    counts = [int(count) for count in tokens.split(",")] if tokens else moe_cases.TOKENS[where.type]
+    names = dtypes.split(",") if dtypes else moe_cases.DTYPES[where.type]
+    say = _clock()
+    for dtype in (DType(name).torch_dtype for name in names):
+        if where.type == "cuda" and len(chosen) * len(counts) > 1:
+            say(f"compiling {len(chosen) * len(counts)} cells ahead")
+            bench_moe.compile_ahead(chosen, counts, dtype, where, with_inductor=inductor)
+        for case in chosen:
+            layer = MoELayer(case, dtype, where)
+            cells = []
+            for count in counts:
+                cell = bench_moe.measure(layer, count, rounds=rounds, with_inductor=inductor, commit=commit)
+                bench_rows.append(out, cell)
+                cells.append(cell)
+                times = ", ".join(f"{row['part']}/{row['impl']} {row['ms_p50']:.4g}" for row in cell)
+                say(f"{case.name} T={count}: {times} ms")
+            results().print(_moe_table(cells))
+    _say_where(out)
+
+
+@app.command("e2e")
+def end_to_end(
+    device: Device = None,
+    layers: Annotated[int, typer.Option(min=1, help="decoder layers")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="samples of each contestant")] = 11,
+    commit: Commit = None,
+    out: Out = Path("bench_e2e.jsonl"),
+) -> None:
+    """Prefill and decode of a random model of the widths of Qwen3-30B-A3B beside Inductor. Needs 50 GB at 8 layers."""
+    require_transformers()
+    from perseus_compile.testing import bench_e2e
+
+    where, say = _device(device), _clock()
+    model = bench_e2e.random_model(bench_e2e.QWEN3_30B, num_layers=layers, device=where)
+    say("the model is made")
+    exact = bench_e2e.exact_logits(model, bench_e2e.WORKLOADS)
+    say("float32 logits are known")
+    table = Table(title=f"Qwen3-30B-A3B widths, {layers} layers: milliseconds", title_justify="left")
+    for heading in ("workload", "tokens", "contestant", "median", "p20 - p80", "over best Inductor", "first call s"):
         table.add_column(heading)
-    for case in track(cases, description="measuring", console=errors):
-        rows = [{"bench": "moe", **row, **conditions()} for row in bench_moe.measure(case, rounds=rounds)]
+    for workload in bench_e2e.WORKLOADS:
+        rows = bench_e2e.measure(
+            *(model, f"qwen3_30b_{layers}_layers", workload, exact[workload]),
+            rounds=rounds,
+            with_graphs=where.type == "cuda",
+            commit=commit,
+        )
+        bench_rows.append(out, rows)
+        say(f"{workload.name}, {workload.tokens} tokens: done")
+        best = min(row["ms_p50"] for row in rows if row["impl"] in bench_e2e.BASELINES)
         for row in rows:
-            spread = f"{row['microseconds_p20']:.0f} - {row['microseconds_p80']:.0f}"
-            median, ratio = f"{row['microseconds_p50']:.0f}", f"{row['time_over_best_inductor']:.2f}"
-            table.add_row(row["dtype"], str(row["tokens"]), row["contestant"], median, spread, ratio)
+            ratio, first = f"{row['ms_p50'] / best:.2f}", f"{row['first_call_s']:.1f}"
+            table.add_row(
+                workload.name, str(row["tokens"]), row["impl"], f"{row['ms_p50']:.4g}", _spread(row), ratio, first
+            )
         table.add_section()
-        _append(out, rows)
     results().print(table)
     _say_where(out)
 
@@ -55,8 +110,9 @@ def moe_layer(
 def compile_time(
     model_type: Annotated[str, typer.Option(help="a Hugging Face model_type")] = "qwen3_moe",
     layers: Annotated[int, typer.Option(min=1, help="decoder layers")] = 8,
-    rounds: Rounds = 3,
-    out: Annotated[Path, typer.Option(help="JSON rows are appended to this file")] = Path("bench_compile.jsonl"),
+    rounds: Annotated[int, typer.Option(min=1, help="compiles of each contestant, in rotating order")] = 3,
+    commit: Commit = None,
+    out: Out = Path("bench_compile.jsonl"),
 ) -> None:
     """Compile time: the perseus stages beside Inductor's own, without any cache."""
     require_transformers()
@@ -68,22 +124,68 @@ def compile_time(
         total=rounds,
         console=errors,
     )
-    case = {"bench": "compile", "model_type": model_type, "layers": layers, "rounds": rounds}
-    rows = list(bench_compile.rows(list(steps), {**case, **conditions()}))
+    found = conditions(torch.device("cpu"), commit=commit)
+    rows = list(bench_compile.rows(list(steps), f"{model_type}_{layers}_layers", found))
     table = Table(title=f"Seconds to compile {model_type}, {layers} layers", title_justify="left")
-    for heading in ("part", "median s", "min", "max", "share of Inductor"):
+    for heading in ("part", "median s", "p20", "p80", "share of Inductor"):
         table.add_column(heading)
     for row in rows:
-        seconds = (f"{row[key]:.3f}" for key in ("seconds_median", "seconds_min", "seconds_max"))
+        seconds = (f"{row[key] / 1e3:.3f}" for key in ("ms_p50", "ms_p20", "ms_p80"))
         table.add_row(row["part"], *seconds, f"{row['share_of_inductor']:.1%}")
     results().print(table)
-    _append(out, rows)
+    bench_rows.append(out, rows)
     _say_where(out)
 
 
-def _append(out: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with out.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
+        raise typer.BadParameter(f"--device must be cpu, or cuda where torch sees a GPU; got {name!r}")
+    return torch.device(name)
+
+
+def _case(name: str) -> moe_cases.Case:
+    if name not in moe_cases.CASES:
+        raise typer.BadParameter(f"--cases must be among {', '.join(moe_cases.CASES)}; got {name!r}")
+    return moe_cases.CASES[name]
+
+
+def _moe_table(cells: Sequence[Sequence[Row]]) -> Table:
+    """A row per cell. Rates are those of the experts alone where they were measured, else of the layer."""
+    from perseus_compile.testing.bench_moe import ratios
+
+    first = cells[0][0]
+    compared = list(dict.fromkeys(name for cell in cells for name in ratios(cell)))
+    title = f"{first['case']}, {first['dtype']}: milliseconds of perseus, and its time over that of others"
+    table = Table(title=title, title_justify="left")
+    for heading in ("tokens", "layer", "p20 - p80", "experts", "TFLOP/s", "GB/s", *(f"/ {name}" for name in compared)):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        own = {row["part"]: row for row in cell if row["impl"] == "perseus"}
+        layer, experts = own["layer"], own.get("experts")
+        rates = experts or layer
+        found = ratios(cell)
+        table.add_row(
+            str(layer["tokens"]),
+            f"{layer['ms_p50']:.4g}",
+            _spread(layer),
+            f"{experts['ms_p50']:.4g}" if experts else "-",
+            f"{rates['tflops']:.4g}",
+            f"{rates['gb_per_s']:.4g}",
+            *(f"{found[name]:.2f}" if name in found else "-" for name in compared),
+        )
+    return table
+
+
+def _spread(row: Row) -> str:
+    return f"{row['ms_p20']:.4g} - {row['ms_p80']:.4g}"
+
+
+def _clock() -> Callable[[str], None]:
+    """Prints progress with the seconds since now."""
+    start = time.perf_counter()
+    return lambda message: errors.print(f"[dim]{time.perf_counter() - start:6.1f} s  {message}[/dim]", highlight=False)
 
 
 def _say_where(out: Path) -> None:

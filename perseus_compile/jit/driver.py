@@ -54,22 +54,22 @@ def refuse_in_capture() -> None:
 
 def current_device() -> int:
     """``torch.cuda.current_device()`` without asking whether CUDA has been initialised."""
-    return torch._C._cuda_getDevice()  # type: ignore[attr-defined, no-any-return]
+    return torch._C._cuda_getDevice()
 
 
 def current_stream(device_index: int) -> int:
     """The driver's handle of torch's current stream, without an object for it."""
-    return torch._C._cuda_getCurrentRawStream(device_index)  # type: ignore[attr-defined, no-any-return]
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def allocate(num_bytes: int, stream: int) -> int:
     """Address of memory of torch's allocator on the current device, for work on ``stream``; a tensor costs more."""
-    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)  # type: ignore[attr-defined, no-any-return]
+    return torch._C._cuda_cudaCachingAllocator_raw_alloc(num_bytes, stream)
 
 
 def free(address: int) -> None:
     """Gives memory of ``allocate`` back: to what is launched on its stream later."""
-    torch._C._cuda_cudaCachingAllocator_raw_delete(address)  # type: ignore[attr-defined]
+    torch._C._cuda_cudaCachingAllocator_raw_delete(address)
 
 
 class Place(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -15,11 +16,13 @@ from torch.fx import GraphModule
 
 from perseus_compile import observe
 from perseus_compile.backend import perseus
+from perseus_compile.testing.bench_rows import Row, row
 from perseus_compile.testing.models import random_tokens, tiny_causal_lm
 
 INDUCTOR = "Inductor, original graph"
 INNER = "Inductor, rewritten graph"
 STAGES = "perseus, all stages"
+_TOKENS = (2, 16)  # sequences, tokens
 
 
 def rounds_of_seconds(model_type: str, *, num_layers: int, rounds: int) -> Iterator[dict[str, float]]:
@@ -34,20 +37,19 @@ def rounds_of_seconds(model_type: str, *, num_layers: int, rounds: int) -> Itera
         yield _round(model, perseus_first=index % 2 == 1)
 
 
-def rows(rounds: Sequence[dict[str, float]], conditions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One JSON row per part: median, least and most seconds, and the share of Inductor's own time."""
-    seconds = {part: [measured[part] for measured in rounds] for part in rounds[0]}
-    reference = statistics.median(seconds[INDUCTOR])
-    for part, values in seconds.items():
-        median = statistics.median(values)
-        yield {
-            **conditions,
-            "part": part,
-            "seconds_median": median,
-            "seconds_min": min(values),
-            "seconds_max": max(values),
-            "share_of_inductor": median / reference,
-        }
+def rows(rounds: Sequence[dict[str, float]], case: str, conditions: Row) -> Iterator[Row]:
+    """One row per part, with the share of Inductor's own time."""
+    milliseconds = {part: [1e3 * measured[part] for measured in rounds] for part in rounds[0]}
+    reference = statistics.median(milliseconds[INDUCTOR])
+    for part, values in milliseconds.items():
+        yield row(
+            *("compile", case, values, conditions),
+            tokens=math.prod(_TOKENS),
+            dtype="float32",
+            impl="inductor" if part == INDUCTOR else "perseus",
+            part=part,
+            share_of_inductor=statistics.median(values) / reference,
+        )
 
 
 def _round(model: Any, *, perseus_first: bool) -> dict[str, float]:
@@ -89,4 +91,4 @@ def _perseus_seconds(model: Any) -> dict[str, float]:
 @torch.no_grad()
 def _compile_once(model: Any, backend: Callable[..., Any]) -> None:
     torch._dynamo.reset()
-    torch.compile(model, backend=backend)(random_tokens(model, (2, 16)), use_cache=False)
+    torch.compile(model, backend=backend)(random_tokens(model, _TOKENS), use_cache=False)

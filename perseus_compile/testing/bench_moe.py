@@ -1,149 +1,210 @@
-"""How fast is one MoE layer on this CPU, beside what Inductor makes of the same layer? Forward, router included.
+"""How fast is one MoE layer, beside what a user of PyTorch has today? Forward.
 
-Axes: T tokens, K choices per token, E experts, D model width, F expert width.
+Contestants, the ``impl`` of a row: ``perseus``; ``eager``, Hugging Face's block as it is (grouped_mm); ``inductor``,
+the block compiled for exactly this token count; on a GPU ``inductor_graph``, the same in a CUDA graph, and ``plain``,
+the plain path of perseus behind the block's router, in a CUDA graph as perseus is; on a CPU ``inductor_batched_mm``,
+the block with the other implementation of its experts. ``part`` is ``layer``, router included, or ``experts``: ids and
+weights are given.
+
+Axes: B sequences (1), T tokens, D model width, S sampled tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-import time
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+import torch._inductor.config
+from torch import Tensor
 
-from perseus_compile.testing.models import config_for, random_causal_lm
+from perseus_compile import fused_experts, grouped, observe
+from perseus_compile.backend import perseus
+from perseus_compile.testing import cpu_timing, cuda_timing, moe_cases
+from perseus_compile.testing.bench_rows import Row, row
+from perseus_compile.testing.conditions import conditions
+from perseus_compile.testing.moe_cases import Case
+from perseus_compile.testing.moe_layer import MoELayer, expected, inputs
 
-Layer = Callable[[Tensor], Tensor]
+BASELINES = ("inductor", "inductor_graph", "inductor_batched_mm")
 
-PERSEUS = "perseus"
-EAGER = "eager, grouped_mm"
-# A sample lasts this long at least, so that the clock and the call around it do not count.
-_SAMPLE_SECONDS = 0.02
-# Rotating through several inputs changes which experts are hit, so that few tokens do not find all weights in a cache.
-_NUM_INPUTS = 8
+Contestants = dict[str, Callable[[], Tensor]]  # by "part/impl"
+
+# Relative L2 distance from float32. In bfloat16 a chain that rounds before and after the activation and at the weights
+# reaches 7e-3; a wrong expert, bias or weight is ten times that.
+_MAX_ERROR = {torch.bfloat16: 1.5e-2, torch.float32: 1e-5}
+_SUSTAINED_TOKENS = 4096  # from here on the power cap counts
+# On a CPU, rotating through several inputs changes which experts are hit, so that few tokens do not find all weights in
+# a cache.
+_CPU_INPUTS = 8
 # batched_mm copies the weights of every chosen expert; beyond this it is left out.
 _MAX_COPY_BYTES = 8e9
+# Processes that compile ahead share the GPU's memory, each with the weights of one layer.
+_PROCESSES_PER_CASE = 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One layer and one batch."""
-
-    tokens: int
-    dtype: torch.dtype
-    hidden: int = 1024
-    expert_width: int = 512
-    experts: int = 64
-    top_k: int = 8
-
-    def flops(self) -> int:
-        """Three linear maps per routed row, two operations per weight."""
-        return 6 * self.tokens * self.top_k * self.hidden * self.expert_width
-
-    def bytes(self) -> float:
-        """Weights of the experts that even routing hits, read once; x read once, the output written once."""
-        hit = self.experts * (1 - (1 - self.top_k / self.experts) ** self.tokens)
-        return (3 * hit * self.hidden * self.expert_width + 2 * self.tokens * self.hidden) * self.dtype.itemsize
-
-    def copied_bytes(self) -> int:
-        """What batched_mm copies for the larger of its two products."""
-        return 2 * self.tokens * self.top_k * self.hidden * self.expert_width * self.dtype.itemsize
-
-    def as_row(self) -> dict[str, Any]:
-        numbers = {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
-        return {**numbers, "flops": self.flops(), "bytes": self.bytes()}
+def default_rounds(num_tokens: int) -> int:
+    """Short calls scatter more and cost less."""
+    return 31 if num_tokens <= 128 else 15 if num_tokens < _SUSTAINED_TOKENS else 7
 
 
-def measure(case: Case, *, rounds: int) -> list[dict[str, Any]]:
-    """One row per contestant: p20, median and p80 of the microseconds per call, and the median over Inductor's best.
+@torch.no_grad()
+def measure(
+    layer: MoELayer,
+    num_tokens: int,
+    *,
+    rounds: int | None = None,
+    with_inductor: bool = True,
+    commit: str | None = None,
+) -> list[Row]:
+    """One row per contestant. All hold the same weights and run in one process, in rotating order.
 
-    All contestants hold the same weights and run in one process, in rotating order. Each is compiled for exactly this
-    shape, which is the best that Inductor can do.
+    Args:
+        rounds: samples per contestant; None: ``default_rounds``.
+        with_inductor: False leaves out the compiled baselines.
+        commit: see ``conditions``.
 
     Raises:
-        AssertionError: a contestant's output is not that of the uncompiled layer, up to rounding.
+        AssertionError: a contestant is farther from float32 than rounding explains, or perseus did not rewrite the
+            layer.
     """
-    inputs = _inputs(case)
-    contestants = _contestants(case)
-    with torch.no_grad():
-        reference = contestants[EAGER](inputs[0])
-    calls = {name: _calls_per_sample(layer, inputs, reference) for name, layer in contestants.items()}
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    names = list(contestants)
-    for index in range(rounds):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            samples[name].append(_sample(contestants[name], inputs, calls[name]))
-    return list(_rows(case, samples))
+    x_BTD, samples_S = inputs(layer, num_tokens)
+    on_cuda = x_BTD.device.type == "cuda"
+    expected_SD = expected(layer, x_BTD, samples_S)
+    with observe.collect() as reports:
+        contestants = (_on_cuda if on_cuda else _on_cpu)(layer, x_BTD, with_inductor)
+        for name, contestant in contestants.items():
+            actual_SD = contestant().reshape(num_tokens, -1)[samples_S].float()
+            error = float((actual_SD - expected_SD).norm() / expected_SD.norm())
+            assert error <= _MAX_ERROR[x_BTD.dtype], f"{name} at T={num_tokens}: relative error {error:.2g}"
+    refusals = [refusal.reason for report in reports for refusal in report.refusals]
+    assert sum(len(report.layers) for report in reports) == 1 and not refusals, f"layer not rewritten: {refusals}"
+    rounds = rounds or default_rounds(num_tokens)
+    clock_mhz = None
+    if on_cuda:
+        times = cuda_timing.measure(contestants, rounds, sustained=num_tokens >= _SUSTAINED_TOKENS)
+        clock_mhz = cuda_timing.clock_mhz(contestants["layer/perseus"], min(times["layer/perseus"]))
+    else:
+        times = cpu_timing.measure(contestants, rounds)
+    return list(rows(layer, x_BTD, times, conditions(x_BTD.device, commit=commit, clock_mhz=clock_mhz)))
 
 
-def _rows(case: Case, samples: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
-    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
-    best = min(seconds for name, seconds in medians.items() if name.startswith("Inductor"))
-    for name, seconds in samples.items():
-        ordered = sorted(seconds)
-        yield {
-            **case.as_row(),
-            "contestant": name,
-            "rounds": len(seconds),
-            "microseconds_p20": 1e6 * ordered[int(0.2 * (len(ordered) - 1))],
-            "microseconds_p50": 1e6 * medians[name],
-            "microseconds_p80": 1e6 * ordered[round(0.8 * (len(ordered) - 1))],
-            "time_over_best_inductor": medians[name] / best,
-        }
+def rows(layer: MoELayer, x_BTD: Tensor, times: Mapping[str, Sequence[float]], conditions: Row) -> Iterator[Row]:
+    """The rows of one cell; TFLOP/s on useful FLOPs, GB/s on the weights of the experts hit, x and the output."""
+    case, num_tokens = layer.case, x_BTD.shape[1]
+    dtype = str(x_BTD.dtype).removeprefix("torch.")
+    num_hit = layer.route(x_BTD)[0].unique().numel()
+    tiles = fused_experts.choose_tiles(num_tokens, case.top_k, case.num_experts) if x_BTD.is_cuda else None
+    for name, milliseconds in times.items():
+        part, impl = name.split("/")
+        measured = row(
+            *("moe", case.name, milliseconds, conditions),
+            tokens=num_tokens,
+            dtype=dtype,
+            impl=impl,
+            plan=tiles if impl == "perseus" else None,
+            part=part,
+        )
+        measured["tflops"] = case.flops(num_tokens) / measured["ms_p50"] / 1e9
+        measured["gb_per_s"] = case.bytes(num_tokens, num_hit, dtype) / measured["ms_p50"] / 1e6
+        yield measured
 
 
-def _inputs(case: Case) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (_NUM_INPUTS, 1, case.tokens, case.hidden)
-    return list(torch.randn(shape, generator=generator).to(case.dtype))
+def ratios(cell: Sequence[Row]) -> dict[str, float]:
+    """The time of the perseus layer over that of every other contestant of a cell, of rivals and of the estimate.
+
+    Below 1 perseus is faster. "best_inductor" is the fastest of the compiled baselines. Figures of rivals are those of
+    ``moe_cases.RIVALS`` and only there on their GPU and in their dtype.
+    """
+    layers = {row["impl"]: row["ms_p50"] for row in cell if row["part"] == "layer"}
+    others = {impl: ms for impl, ms in layers.items() if impl != "perseus"}
+    baselines = [ms for impl, ms in layers.items() if impl in BASELINES]
+    if baselines:
+        others["best_inductor"] = min(baselines)
+    first = cell[0]
+    rival = moe_cases.RIVALS.get((first["case"], first["tokens"]))
+    if rival and first["gpu"] == moe_cases.RIVALS_GPU and first["dtype"] == "bfloat16":
+        others |= {"best_rival": rival.layer, "estimate": rival.estimate}
+    return {name: layers["perseus"] / ms for name, ms in others.items()}
 
 
-def _layer(case: Case, implementation: str) -> nn.Module:
-    """The MoE block of a Qwen3-MoE model; the same weights at each call."""
-    config = config_for(
-        "qwen3_moe",
-        num_layers=1,
-        vocab_size=8,
-        hidden_size=case.hidden,
-        moe_intermediate_size=case.expert_width,
-        num_experts=case.experts,
-        num_experts_per_tok=case.top_k,
-    )
-    return random_causal_lm(config, dtype=case.dtype, implementation=implementation).model.layers[0].mlp
+def compile_ahead(
+    cases: Sequence[Case], tokens: Sequence[int], dtype: torch.dtype, device: torch.device, *, with_inductor: bool
+) -> None:
+    """Compiles every cell in parallel processes, so that ``measure`` finds graphs and kernels in the caches on disk.
+
+    The caches are Inductor's (``TORCHINDUCTOR_CACHE_DIR``) and the one of our kernels (``PERSEUS_CACHE_DIR``).
+    """
+    tasks = [(case, tokens[start::_PROCESSES_PER_CASE]) for case in cases for start in range(_PROCESSES_PER_CASE)]
+    tasks = [(case, some) for case, some in tasks if some]
+    # Not forked: a process with a CUDA context must not be.
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(tasks), os.cpu_count() or 1)
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting = [pool.submit(_compile, case, some, dtype, device, with_inductor) for case, some in tasks]
+        for done in concurrent.futures.as_completed(waiting):
+            done.result()
 
 
-def _contestants(case: Case) -> dict[str, Layer]:
+@torch.no_grad()
+def _compile(case: Case, tokens: Sequence[int], dtype: torch.dtype, device: torch.device, with_inductor: bool) -> None:
+    torch._inductor.config.compile_threads = 1  # there are as many processes as cores
+    layer = MoELayer(case, dtype, device)
+    for num_tokens in tokens:
+        x_BTD, _ = inputs(layer, num_tokens)
+        for function in _compiled(layer, with_inductor).values():
+            function(x_BTD)
+
+
+def _compiled(layer: MoELayer, with_inductor: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The layer compiled for exactly one token count, which is the best that Inductor can do."""
     torch._dynamo.reset()
-    grouped = _layer(case, "grouped_mm")
-    contestants: dict[str, Layer] = {
-        PERSEUS: torch.compile(grouped, backend="perseus", dynamic=False),
-        EAGER: grouped,
-        "Inductor, grouped_mm": torch.compile(_layer(case, "grouped_mm"), dynamic=False),
+    # Dynamo about helpers of transformers that are cached by version number; tracing through them is harmless.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    functions = {"perseus": torch.compile(layer, backend=perseus, dynamic=False, fullgraph=True)}
+    if with_inductor:
+        functions["inductor"] = torch.compile(layer, dynamic=False, fullgraph=True)
+    return functions
+
+
+def _on_cuda(layer: MoELayer, x_BTD: Tensor, with_inductor: bool) -> Contestants:
+    x_TD, routed, numbers = x_BTD[0], layer.route(x_BTD), layer.spec.as_kwargs()
+    functions = _compiled(layer, with_inductor)
+
+    def plain() -> Tensor:
+        return grouped.forward(x_TD, *layer.route(x_BTD), *layer.weights, layer.spec)
+
+    contestants: Contestants = {
+        "experts/perseus": cuda_timing.capture(
+            lambda: torch.ops.perseus.experts(x_TD, *routed, *layer.weights, **numbers)
+        ),
+        "layer/perseus": cuda_timing.capture(lambda: functions["perseus"](x_BTD)),
+        "layer/plain": cuda_timing.capture(plain),
+        "layer/eager": lambda: layer(x_BTD),
     }
-    if case.copied_bytes() <= _MAX_COPY_BYTES:
-        contestants["Inductor, batched_mm"] = torch.compile(_layer(case, "batched_mm"), dynamic=False)
+    if with_inductor:
+        contestants["layer/inductor"] = lambda: functions["inductor"](x_BTD)
+        contestants["layer/inductor_graph"] = cuda_timing.capture(contestants["layer/inductor"])
     return contestants
 
 
-@torch.no_grad()
-def _calls_per_sample(layer: Layer, inputs: list[Tensor], reference: Tensor) -> int:
-    """Compiles, checks the values, and finds how many calls fill a sample."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
-        output = layer(inputs[0])
-    error = (output.double() - reference.double()).norm() / reference.double().norm()
-    assert error < 64 * torch.finfo(reference.dtype).eps, f"relative error against the uncompiled layer: {error:.2g}"
-    return max(1, round(_SAMPLE_SECONDS / _sample(layer, inputs, len(inputs))))
+def _on_cpu(layer: MoELayer, x_BTD: Tensor, with_inductor: bool) -> Contestants:
+    num_tokens, dtype = x_BTD.shape[1], x_BTD.dtype
+    functions = {**_compiled(layer, with_inductor), "eager": layer}
+    copied = layer.case.copied_bytes(num_tokens, str(dtype).removeprefix("torch."))
+    if with_inductor and copied <= _MAX_COPY_BYTES:
+        batched = MoELayer(layer.case, dtype, x_BTD.device, "batched_mm")
+        functions["inductor_batched_mm"] = torch.compile(batched, dynamic=False, fullgraph=True)
+    generator = torch.Generator().manual_seed(1)
+    more = (torch.randn(x_BTD.shape, generator=generator).to(dtype) for _ in range(_CPU_INPUTS - 1))
+    all_inputs = [x_BTD, *more]
 
+    def rotating(function: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+        turns = itertools.cycle(all_inputs)
+        return lambda: function(next(turns))
 
-@torch.no_grad()
-def _sample(layer: Layer, inputs: list[Tensor], num_calls: int) -> float:
-    """Seconds per call."""
-    start = time.perf_counter()
-    for index in range(num_calls):
-        layer(inputs[index % len(inputs)])
-    return (time.perf_counter() - start) / num_calls
+    return {f"layer/{impl}": rotating(function) for impl, function in functions.items()}

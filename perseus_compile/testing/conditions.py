@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
+import perseus_compile
 
-def conditions() -> dict[str, str | int | None]:
-    """Hardware, versions, commit and date, ready for a JSON row."""
+
+def conditions(device: torch.device, *, commit: str | None = None, clock_mhz: int | None = None) -> dict[str, Any]:
+    """Hardware, versions, commit and date, ready for a JSON row.
+
+    Args:
+        device: what was measured; rows of a CPU have no GPU.
+        commit: of the source tree, for a copy that git does not know; None asks git.
+        clock_mhz: the SM clock under the measured load.
+    """
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-        "perseus_compile": importlib.metadata.version("perseus_compile"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "clock_mhz": clock_mhz,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "perseus_compile": perseus_compile.__version__,
+        "commit": commit or _commit(),
+        "date": datetime.date.today().isoformat(),
     }
 
 
@@ -32,13 +41,13 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str | None:
-    """The commit of the source tree that is measured; None for an installed copy."""
+def _commit() -> str:
+    """The commit of the source tree that is measured; "unknown" for an installed copy."""
     here = Path(__file__).parent
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return "unknown"
     return done.stdout.strip()

@@ -83,10 +83,11 @@ def random_causal_lm(
     config: PreTrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     implementation: str | None = "grouped_mm",
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A causal LM with random weights, in eval mode.
+    """A causal LM with random weights, drawn on ``device``, in eval mode.
 
     Tensors that the model initialises to zero (expert biases, correction biases) are drawn too, since a zero would
     hide that a bias is dropped. The global random state is left as it was.
@@ -97,7 +98,9 @@ def random_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    device = torch.device(device)
+    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
         _randomize_zeros(model, std=getattr(config, "initializer_range", 0.02))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import threading
-import time
 import types
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from fake_driver import FakeDriver
 
 import perseus_compile
-from perseus_compile import fused_experts, fused_router, launch_cuda, routing
+from perseus_compile import _C, fused_experts, fused_router, launch_cuda, routing
 from perseus_compile.errors import LaunchError, PeerTimeout
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit import abi, driver, moe_kernel
@@ -39,16 +35,6 @@ ROUTING = RoutingSpec(
 )
 
 
-def _blocks() -> moe_kernel._ControlBlocks:
-    blocks = object.__new__(moe_kernel._ControlBlocks)
-    blocks.words = torch.zeros(moe_kernel._MAX_CONTROL_BLOCKS, 1, dtype=torch.int32)
-    blocks._of_stream = {}
-    blocks._lock = threading.Lock()
-    blocks.error = torch.zeros(ctypes.sizeof(abi.ErrorRecord) // 4, dtype=torch.int32)
-    blocks.error_phase = ctypes.c_uint32.from_address(blocks.error.data_ptr())
-    return blocks
-
-
 def _call(num_tokens: int = 3, num_experts: int = 4, top_k: int = 2) -> tuple[Any, ...]:
     """Arguments of the experts in schema order, on the CPU."""
     return (
@@ -63,100 +49,108 @@ def _call(num_tokens: int = 3, num_experts: int = 4, top_k: int = 2) -> tuple[An
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> moe_kernel._ControlBlocks:
-    made = _blocks()
-    monkeypatch.setattr(moe_kernel, "_blocks_of_device", {0: made})
-    monkeypatch.setattr(driver, "capture_id", lambda stream: 0)
+def blocks(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> moe_kernel._ControlBlocks:
+    """Those of the device that CPU tensors have, -1."""
+    fake.reset(abi.MoeParams, num_maps=3)
+    made = moe_kernel._ControlBlocks.__new__(moe_kernel._ControlBlocks)
+    made.words = torch.zeros(2, moe_kernel._CONTROL_STRIDE_WORDS, dtype=torch.int32)
+    made.error = torch.zeros(ctypes.sizeof(abi.ErrorRecord) // 4, dtype=torch.int32)
+    _C.ControlBlocks.__init__(
+        made,
+        words=made.words.data_ptr(),
+        stride_bytes=made.words.stride(0) * 4,
+        capacity=2,
+        error=made.error.data_ptr(),
+        driver=fake.path,
+    )
+    monkeypatch.setattr(moe_kernel, "_blocks_of_device", {-1: made})
     return made
 
 
 @pytest.fixture
-def kernel(blocks: moe_kernel._ControlBlocks, monkeypatch: pytest.MonkeyPatch) -> moe_kernel.MoeKernel:
-    """A kernel whose launches only note their arguments, in ``kernel.launches``."""
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes by address of what is allocated and not given back; the peak is under 0."""
+    held: dict[int, int] = {0: 0}
+
+    def allocate(num_bytes: int, stream: int) -> int:
+        held[0] = max(held[0], num_bytes)
+        held[1 << 40] = num_bytes
+        return 1 << 40
+
+    monkeypatch.setattr(driver, "allocate", allocate)
+    monkeypatch.setattr(driver, "free", held.pop)
+    return held
+
+
+@pytest.fixture
+def kernel(
+    fake: FakeDriver, blocks: moe_kernel._ControlBlocks, memory: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> moe_kernel.MoeKernel:
+    """A kernel whose launches go to the fake driver."""
     made: Any = object.__new__(moe_kernel.MoeKernel)
     made.in_out, made.paired, made.hidden_box_rows = 0, 0, 8
     made.max_tokens, made.out_per_tile, made.hidden_per_tile = 8, 128, 64
-    made.device_index, made.num_sms, made.threads, made.shared_bytes = 0, 1, 128, 0
-    made._hidden_maps, made._weight_maps = {}, {}
-    made.launches = []
-    made._kernel = types.SimpleNamespace(launch=lambda *args: made.launches.append(list(args[-1])))
-    monkeypatch.setattr(driver, "encode_tensor_map", lambda *numbers: driver.AlignedBuffer())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: types.SimpleNamespace(cuda_stream=7))
+    made.device_index, made.num_sms, made.threads, made.shared_bytes = -1, 132, 256, 1000
+    made._kernel = object.__new__(driver.Kernel)
+    made._kernel._function, made._kernel._context = ctypes.c_void_p(0xF00), ctypes.c_void_p(0xC00)
+    monkeypatch.setattr(driver, "LIBRARY", fake.path)
+    monkeypatch.setattr(driver, "current_stream", lambda device_index: 7)
     return made  # type: ignore[no-any-return]
 
 
-def _workspace(layout: abi.WorkspaceLayout) -> Tensor:
-    return torch.zeros(layout.total_bytes, dtype=torch.uint8)
+def test_a_launch_gets_the_tensors_of_its_call(
+    kernel: moe_kernel.MoeKernel, blocks: moe_kernel._ControlBlocks, fake: FakeDriver
+) -> None:
+    x, ids, weights, gate_up, _, down, _ = args = _call()
+    bias = torch.zeros(4, 16, dtype=torch.bfloat16)
+    prepared = kernel.prepare(*args[:4], bias, *args[5:], SPEC, deadline_ns=5)
+    layout = prepared.layout
+    workspace = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    out = kernel.run(prepared, x, ids, weights, workspace)
+    assert (out.shape, out.dtype, out.stride()) == (x.shape, x.dtype, (16, 1))
+    (launch,) = fake.launches
+    assert (launch.function, launch.stream, launch.shared_bytes) == (0xF00, 7, 1000)
+    assert (list(launch.grid), list(launch.block)) == ([132, 1, 1], [256, 1, 1])
+    params = launch.read_params(abi.MoeParams)
+    tensors = {"x": x, "ids": ids, "weights": weights, "gate_up_bias": bias, "out": out}
+    assert {name: getattr(params, name) for name in tensors} == {name: one.data_ptr() for name, one in tensors.items()}
+    assert (params.down_bias, params.error, params.control) == (0, blocks.error.data_ptr(), blocks.words.data_ptr())
+    offsets = {name: getattr(params, name) - workspace.data_ptr() for name in layout.offsets()}
+    assert offsets == layout.offsets() and len(set(offsets.values())) == 6
+    assert (params.num_tokens, params.top_k, params.num_local_experts, params.deadline_ns) == (3, 2, 4, 5)
+    assert (params.model_width, params.expert_width, params.ids_are_i64, params.weights_are_bf16) == (16, 8, 1, 0)
+    addresses = [one.address for one in launch.maps[:3]]
+    assert addresses == [gate_up.data_ptr(), down.data_ptr(), workspace.data_ptr() + layout.hidden]
+    assert (tuple(launch.maps[2].sizes[:2]), tuple(launch.maps[2].box[:2])) == ((8, 6), (64, 8))
 
 
-def test_a_call_site_keeps_its_tensor_maps_alive(kernel: moe_kernel.MoeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_kernel, "_MAX_HIDDEN_MAPS", 1)
+def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fake: FakeDriver) -> None:
     args = _call()
-    first, second = (kernel.prepare(*args, SPEC) for _ in range(2))
-    memory = _workspace(first.layout), _workspace(second.layout)
-    kernel.run(first, *args[:3], memory[0])
-    assert first.hidden_map is not None
-    alive = weakref.ref(first.hidden_map)
-    kernel.run(second, *args[:3], memory[1])  # the kernel forgets the map of `first`
-    kernel._weight_maps.clear()
-    assert len(kernel._hidden_maps) == 1 and alive() is not None
-    kernel.run(first, *args[:3], memory[0])  # same workspace: the map is not encoded again
-    launches: list[list[int]] = kernel.launches  # type: ignore[attr-defined]
-    assert launches[2] == launches[0] and launches[0][3] == first.hidden_map.address
-    assert launches[0][1:3] == [one.address for one in first.weight_maps]
+    biases = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.bfloat16)
+    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC)
+    kernel.run(prepared, *args[:3])
+    params = fake.launches[0].read_params(abi.MoeParams)
+    assert all(getattr(params, name) for name in abi._ADDRESSES)
 
 
-def test_a_map_that_fails_is_not_taken_for_encoded(
-    kernel: moe_kernel.MoeKernel, monkeypatch: pytest.MonkeyPatch
+def test_the_workspace_is_given_back(
+    kernel: moe_kernel.MoeKernel, memory: dict[int, int], blocks: moe_kernel._ControlBlocks, fake: FakeDriver
 ) -> None:
     args = _call()
     prepared = kernel.prepare(*args, SPEC)
-    memory = _workspace(prepared.layout)
-
-    def refuse(*numbers: object) -> driver.AlignedBuffer:
-        raise LaunchError("no")
-
-    monkeypatch.setattr(driver, "encode_tensor_map", refuse)
-    for _ in range(2):
-        with pytest.raises(LaunchError):
-            kernel.run(prepared, *args[:3], memory)
-    assert kernel.launches == []  # type: ignore[attr-defined]
-
-
-class _SlowCount(dict[tuple[int, int], int]):
-    """Gives another thread its turn between counting and using the count."""
-
-    def __len__(self) -> int:
-        count = super().__len__()
-        time.sleep(1e-5)
-        return count
-
-
-def test_new_streams_of_many_threads_get_blocks_of_their_own(blocks: moe_kernel._ControlBlocks) -> None:
-    blocks._of_stream = _SlowCount()
-    start = threading.Barrier(8)
-    found: list[dict[int, int]] = [{} for _ in range(8)]
-
-    def take(thread: int) -> None:
-        start.wait()
-        for stream in range(100):
-            own = stream if thread % 2 else 100 + stream  # four threads each ask for the same streams
-            found[thread][own] = blocks.address(own)
-
-    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    pairs = {pair for part in found for pair in part.items()}
-    assert len(pairs) == len({address for _, address in pairs}) == blocks.num_used == 200
-
-
-def test_too_many_streams_say_what_to_do(blocks: moe_kernel._ControlBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_kernel, "_MAX_CONTROL_BLOCKS", 1)
-    blocks.address(1)
-    with pytest.raises(LaunchError, match="re-use streams"):
-        blocks.address(2)
+    kernel.run(prepared, *args[:3])
+    assert fake.launches[0].read_params(abi.MoeParams).hidden == 1 << 40
+    assert memory == {0: prepared.layout.total_bytes}
+    fake.fail(launch=700)
+    with pytest.raises(LaunchError, match="CUDA error 700"):
+        kernel.run(prepared, *args[:3])
+    fake.fail()
+    blocks.error.copy_(torch.tensor([3, 5, 1, 2, 1, 3], dtype=torch.int32))
+    with pytest.raises(PeerTimeout, match=r"got 1 of 3 arrivals .* hidden rows .*\(CTA 5, expert 1, tile 2\)"):
+        kernel.run(prepared, *args[:3])
+    assert memory == {0: prepared.layout.total_bytes} and len(fake.launches) == 1
+    kernel.run(prepared, *args[:3])  # the record is cleared
+    assert len(fake.launches) == 2
 
 
 def test_check_finds_the_launch_that_ran_out_of_time(blocks: moe_kernel._ControlBlocks) -> None:
@@ -197,31 +191,13 @@ def test_first_use_inside_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPa
     assert fused_experts.kernel_for(variant, 0) is None  # known already: nothing to load
 
 
-def test_launches_run_with_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = []
-
-    @contextlib.contextmanager
-    def device(wanted: torch.device) -> Any:
-        entered.append(wanted.index)
-        yield
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", device)
-    for index in (0, 1):
-        tensor: Any = types.SimpleNamespace(device=torch.device("cuda", index))
-        with launch_cuda._device_of(tensor):
-            pass
-    with launch_cuda._device_of(torch.zeros(1)):
-        pass
-    assert entered == [1], "only the other device must be entered"
-
-
 def test_router_casts_its_bias_and_computes_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(routing.F, "linear", lambda *args: calls.append(1) or linear(*args))  # type: ignore[func-returns-value]
     x, weight, bias = torch.randn(5, 16), torch.randn(4, 16).bfloat16(), torch.randn(4).bfloat16()
-    weights, ids = launch_cuda.run_router(ROUTING, x, weight, bias, None)
+    router, *_ = launch_cuda.CudaRouter.plan(ROUTING, x, weight, None)
+    weights, ids = router.run(x, weight, bias, None)
     assert len(calls) == 1
     expected = routing.route(x, weight, bias, None, **ROUTING.as_kwargs())
     assert torch.equal(weights, expected[0]) and torch.equal(ids, expected[1])

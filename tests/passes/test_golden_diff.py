@@ -48,7 +48,9 @@ class TestExpertSpellings(TestCase):
     maxDiff = None
 
     def test_grouped_mm_fallback(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(GroupedMM)), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(GroupedMM)),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%scores = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1})  # f32[5, 4]
 -%topk = call_function[torch.topk](args = (%scores, 2), kwargs = {dim: -1})
@@ -92,10 +94,13 @@ class TestExpertSpellings(TestCase):
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
 +    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: silu,
 +    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_grouped_mm_bfloat16(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(GroupedMM, expert_width=16), torch.bfloat16), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(GroupedMM, expert_width=16), torch.bfloat16),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # bf16[5, 4]
 -%scores = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1})  # bf16[5, 4]
 -%topk = call_function[torch.topk](args = (%scores, 2), kwargs = {dim: -1})
@@ -138,10 +143,13 @@ class TestExpertSpellings(TestCase):
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.bfloat16, score_dtype:
 +    torch.bfloat16, weights_dtype: torch.bfloat16, weight_layout: out_in, gate_layout: concatenated, activation:
 +    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # bf16[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_grouped_mm_in_out_with_biases(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(GroupedMM, layout="in_out", bias=True)), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(GroupedMM, layout="in_out", bias=True)),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%scores = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1})  # f32[5, 4]
 -%topk = call_function[torch.topk](args = (%scores, 2), kwargs = {dim: -1})
@@ -188,10 +196,13 @@ class TestExpertSpellings(TestCase):
 +    True, renormalize_eps: 0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32,
 +    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: in_out, gate_layout: concatenated,
 +    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_batched_mm(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(BatchedMM)), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(BatchedMM)),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%scores = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1})  # f32[5, 4]
 -%topk = call_function[torch.topk](args = (%scores, 2), kwargs = {dim: -1})
@@ -226,10 +237,13 @@ class TestExpertSpellings(TestCase):
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
 +    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: silu,
 +    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_batched_mm_in_out_with_biases(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(BatchedMM, layout="in_out", bias=True)), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(BatchedMM, layout="in_out", bias=True)),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%scores = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1})  # f32[5, 4]
 -%topk = call_function[torch.topk](args = (%scores, 2), kwargs = {dim: -1})
@@ -268,7 +282,8 @@ class TestExpertSpellings(TestCase):
 +    True, renormalize_eps: 0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32,
 +    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: in_out, gate_layout: concatenated,
 +    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
 
 class TestRouterSpellings(TestCase):
@@ -277,7 +292,9 @@ class TestRouterSpellings(TestCase):
     maxDiff = None
 
     def test_softmax_then_topk(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(changed(BatchedMM, route=softmax_router))), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(changed(BatchedMM, route=softmax_router))),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%softmax = call_function[torch.nn.functional.softmax](args = (%linear,), kwargs = {dim: -1, dtype:
 -    torch.float32})  # f32[5, 4]
@@ -312,10 +329,13 @@ class TestRouterSpellings(TestCase):
 +    0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype:
 +    torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation:
 +    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_topk_then_softmax(self) -> None:
-        self.assertExpectedInline(rewrite_diff(layer(changed(BatchedMM, route=chosen_softmax_router))), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(changed(BatchedMM, route=chosen_softmax_router))),
+            """\
 -%linear = call_function[torch._C._nn.linear](args = (%x, %self.router))  # f32[5, 4]
 -%topk = call_function[torch.topk](args = (%linear, 2), kwargs = {dim: -1})
 -%logits = call_function[operator.getitem](args = (%topk, 0))  # f32[5, 2]
@@ -348,14 +368,17 @@ class TestRouterSpellings(TestCase):
 +    0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype:
 +    torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation:
 +    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_sigmoid_with_correction_bias_and_groups(self) -> None:
         def prepare(layer: Experts) -> None:
             layer.register_buffer("correction", torch.randn(layer.num_experts))
 
         spelling = changed(BatchedMM, route=grouped_sigmoid_router, prepare=prepare)
-        self.assertExpectedInline(rewrite_diff(layer(spelling)), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(spelling)),
+            """\
 -%float_1 = call_method[float](args = (%x,))  # f32[5, 8]
 -%float_2 = call_method[float](args = (%self.router,))  # f32[4, 8]
 -%linear = call_function[torch._C._nn.linear](args = (%float_1, %float_2))  # f32[5, 4]
@@ -409,14 +432,17 @@ class TestRouterSpellings(TestCase):
 +    renormalize_eps: 1e-20, routing_scale: 2.5, num_groups: 2, topk_groups: 1, router_dtype: torch.float32,
 +    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated,
 +    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_a_router_that_others_read_stays_outside(self) -> None:
         def forward(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
             weights, ids = layer.route(x)
             return layer.experts(x, ids, weights), weights.sum()
 
-        self.assertExpectedInline(rewrite_diff(layer(changed(BatchedMM, forward=forward))), """\
+        self.assertExpectedInline(
+            rewrite_diff(layer(changed(BatchedMM, forward=forward))),
+            """\
 -%flat = call_method[reshape](args = (%ids, -1))  # i64[10]
 -%repeat_interleave = call_method[repeat_interleave](args = (%x, 2), kwargs = {dim: 0})  # f32[10, 8]
 -%getitem_2 = call_function[operator.getitem](args = (%layer.gate_up, %flat))  # f32[10, 24, 8]
@@ -442,7 +468,8 @@ class TestRouterSpellings(TestCase):
 +    %layer.gate_up, None, %layer.down, None), kwargs = {weight_layout: out_in, gate_layout: concatenated,
 +    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
 -return (to, sum_3)
-+return (experts_default, sum_3)""")
++return (experts_default, sum_3)""",
+        )
 
 
 class TestGates(TestCase):
@@ -459,26 +486,32 @@ class TestGates(TestCase):
             gate, up = hidden.chunk(2, dim=-1)
             return up * torch.nn.functional.gelu(gate)
 
-        self.assertExpectedInline(self.op_line(gate), """\
+        self.assertExpectedInline(
+            self.op_line(gate),
+            """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
 +    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
 +    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: gelu,
 +    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_gelu_tanh(self) -> None:
         def gate(layer: Experts, hidden: Tensor) -> Tensor:
             gate, up = hidden.chunk(2, dim=-1)
             return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
-        self.assertExpectedInline(self.op_line(gate), """\
+        self.assertExpectedInline(
+            self.op_line(gate),
+            """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
 +    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
 +    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: gelu_tanh,
 +    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )
 
     def test_interleaved_clamped_swiglu(self) -> None:
         def gate(layer: Experts, hidden: Tensor) -> Tensor:
@@ -487,10 +520,13 @@ class TestGates(TestCase):
             up = up.clamp(min=-7.0, max=7.0)
             return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
-        self.assertExpectedInline(self.op_line(gate), """\
+        self.assertExpectedInline(
+            self.op_line(gate),
+            """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
 +    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
 +    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
 +    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: interleaved, activation: clamped_swiglu,
 +    activation_params: [1.702, 7.0], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
-+return (moe_default,)""")
++return (moe_default,)""",
+        )

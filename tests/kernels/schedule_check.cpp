@@ -1,7 +1,7 @@
 // Does the schedule cover every tile and every row exactly once, whatever the routing? Host program, exit code 0 = yes.
 //
 //   schedule_check             runs all checks
-//   schedule_check layout ...  prints the workspace offsets for six numbers, for comparison with the Python mirror
+//   schedule_check layout ...  prints the workspace offsets for seven numbers, for comparison with the Python mirror
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -145,10 +145,58 @@ void check_combine() {
     }
 }
 
+// CTAs claim items in order and finish them in any; whoever finishes the last item of a token block routes it.
+void check_router(u32 tokens, u32 experts, u32 block, u32 tile, u32 num_ctas, std::mt19937& random) {
+    const RouterItems items = router_items(tokens, experts, block, tile);
+    REQUIRE(items.items_per_block == 1 || items.num_blocks <= kMaxSharedRouterBlocks, "%u blocks", items.num_blocks);
+    REQUIRE(items.num_tiles % items.items_per_block == 0, "%u tiles", items.num_tiles);
+    std::vector<u32> logits(static_cast<size_t>(tokens) * items.num_tiles);  // how often each was computed
+    std::vector<u32> done(items.num_blocks);
+    std::vector<u32> routed(tokens);
+    std::vector<u32> working;  // items that CTAs are at
+    u32 claimed = 0;
+    while (claimed < items.num_items() || !working.empty()) {
+        while (working.size() < num_ctas && claimed < items.num_items()) working.push_back(claimed++);
+        std::swap(working[random() % working.size()], working.back());
+        const RouterItem item = items.item(working.back());
+        working.pop_back();
+        REQUIRE(item.block < items.num_blocks && item.num_tiles > 0, "block %u", item.block);
+        const u32 first = item.block * block;
+        const u32 end = smaller(first + block, tokens);
+        REQUIRE(first < end, "a block without tokens: %u", item.block);
+        for (u32 t = item.first_tile; t < item.first_tile + item.num_tiles; ++t) {
+            REQUIRE(t < items.num_tiles && t * tile < experts, "tile %u", t);
+            for (u32 token = first; token < end; ++token) ++logits[static_cast<size_t>(token) * items.num_tiles + t];
+        }
+        if (++done[item.block] != items.items_per_block) continue;
+        for (u32 token = first; token < end; ++token) {
+            for (u32 t = 0; t < items.num_tiles; ++t) {
+                REQUIRE(logits[static_cast<size_t>(token) * items.num_tiles + t] == 1, "token %u, tile %u", token, t);
+            }
+            ++routed[token];
+        }
+    }
+    REQUIRE(items.num_tiles * tile >= experts, "%u tiles", items.num_tiles);
+    for (u32 count : routed) REQUIRE(count == 1, "a token routed %u times", count);
+}
+
+void check_routers() {
+    std::mt19937 random(11);
+    for (u32 tokens : {1u, 2u, 16u, 17u, 64u, 129u, 1000u, 2048u, 2049u, 4097u}) {
+        for (u32 experts : {1u, 8u, 60u, 128u, 1024u}) {
+            for (u32 num_ctas : {1u, 7u, 132u}) {
+                check_router(tokens, experts, 16, 8, num_ctas, random);
+                check_router(tokens, experts, 32, 64, num_ctas, random);
+            }
+        }
+    }
+    check_router(131072, 128, 32, 64, 132, random);
+}
+
 void check_workspace() {
     const u64 mebibyte = 1 << 20;
     for (u32 tokens : {1u, 16u, 1024u, 16384u, 131072u}) {
-        const WorkspaceShape shape{tokens, 8, 128, 2048, 768, 128};
+        const WorkspaceShape shape{tokens, 8, 128, 2048, 768, 128, 0};
         const WorkspaceLayout layout = workspace_layout(shape);
         const u64 rows = static_cast<u64>(tokens) * 8;
         REQUIRE(layout.hidden == 0 && layout.slots >= rows * 768 * 2, "slots at %llu", layout.slots);
@@ -160,19 +208,21 @@ void check_workspace() {
 
 int main(int argc, char** argv) {
     static_assert(sizeof(TokenBlock) == 16 && sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "device layouts");
-    if (argc == 8 && std::strcmp(argv[1], "layout") == 0) {
-        u32 n[6];
-        for (int i = 0; i < 6; ++i) n[i] = static_cast<u32>(std::stoul(argv[2 + i]));
-        const WorkspaceLayout layout = workspace_layout({n[0], n[1], n[2], n[3], n[4], n[5]});
-        std::printf("%llu %llu %llu %llu %llu %llu %llu %zu %zu\n", layout.hidden, layout.slots, layout.sorted_rows,
-                    layout.block_list, layout.hidden_ready, layout.chunk_counts, layout.total_bytes,
-                    sizeof(MoeParams), sizeof(ControlBlock));
+    if (argc == 9 && std::strcmp(argv[1], "layout") == 0) {
+        u32 n[7];
+        for (int i = 0; i < 7; ++i) n[i] = static_cast<u32>(std::stoul(argv[2 + i]));
+        const WorkspaceLayout layout = workspace_layout({n[0], n[1], n[2], n[3], n[4], n[5], n[6]});
+        std::printf("%llu %llu %llu %llu %llu %llu %llu %llu %llu %llu %zu %zu\n", layout.hidden, layout.slots,
+                    layout.sorted_rows, layout.block_list, layout.hidden_ready, layout.chunk_counts, layout.logits,
+                    layout.routed_ids, layout.routed_weights, layout.total_bytes, sizeof(MoeParams),
+                    sizeof(ControlBlock));
         return 0;
     }
     check_blocks();
     check_routings();
     check_sort_chunks();
     check_combine();
+    check_routers();
     check_workspace();
     return 0;
 }

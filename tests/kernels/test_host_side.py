@@ -116,7 +116,7 @@ def test_a_launch_gets_the_tensors_of_its_call(
     assert {name: getattr(params, name) for name in tensors} == {name: one.data_ptr() for name, one in tensors.items()}
     assert (params.down_bias, params.error, params.control) == (0, blocks.error.data_ptr(), blocks.words.data_ptr())
     offsets = {name: getattr(params, name) - workspace.data_ptr() for name in layout.offsets()}
-    assert offsets == layout.offsets() and len(set(offsets.values())) == 6
+    assert offsets == layout.offsets() and len(set(offsets.values())) == 7  # the arrays of a router are empty
     assert (params.num_tokens, params.top_k, params.num_local_experts, params.deadline_ns) == (3, 2, 4, 5)
     assert (params.model_width, params.expert_width, params.ids_are_i64, params.weights_are_bf16) == (16, 8, 1, 0)
     addresses = [one.address for one in launch.maps[:3]]
@@ -127,10 +127,14 @@ def test_a_launch_gets_the_tensors_of_its_call(
 def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fake: FakeDriver) -> None:
     args = _call()
     biases = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.bfloat16)
-    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC)
-    kernel.run(prepared, *args[:3])
+    route = abi.RouteParams(num_tokens=3, num_experts=4, top_k=2)
+    router = moe_kernel.LaunchRouter(torch.zeros(4, 24, dtype=torch.bfloat16)[:, :16], biases[1], route)
+    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC, router=router)
+    kernel.run(prepared, args[0], None, None)
     params = fake.launches[0].read_params(abi.MoeParams)
     assert all(getattr(params, name) for name in abi._ADDRESSES)
+    assert (params.ids, params.weights) == (params.routed_ids, params.routed_weights)
+    assert (params.router_row_elements, params.route.num_experts) == (24, 4)
 
 
 def test_the_workspace_is_given_back(

@@ -51,13 +51,14 @@ PERSEUS_D void moe_forward(const MoeParams& params, const TensorMap* gate_up, co
         ptx::fence_proxy_async_shared();  // the sort's scratch becomes the copy engine's stages
         __syncthreads();
         const TileShape shape = tile_shape<C>(params, routed.num_blocks);
+        // of the 168 registers of each thread, four warps give up 96 and eight warps get 48 more
         if (warp < kProducerWarps) {
-            if constexpr (C::kGroups == 2) ptx::shrink_registers<88>();
+            if constexpr (C::kGroups == 2) ptx::shrink_registers<72>();
             if (warp == 0) run_weight_loads<C>(params, routed, shape, gate_up, down, shared, first_claim);
             else if (warp <= kGatherWarps) run_token_loads<C>(params, routed, hidden, shared, warp - 1);
             else run_publisher<C>(params, routed, shared);
         } else {
-            if constexpr (C::kGroups == 2) ptx::grow_registers<208>();
+            if constexpr (C::kGroups == 2) ptx::grow_registers<216>();
             run_consumer<C>(params, routed, shape, shared, warp / 4 - 1);
         }
     } else {

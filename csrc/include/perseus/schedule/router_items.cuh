@@ -25,8 +25,7 @@ struct RouterItems {
     PERSEUS_HD u32 num_items() const { return num_blocks * items_per_block; }
 
     PERSEUS_HD RouterItem item(u32 index) const {
-        const u32 tiles = num_tiles / items_per_block;
-        return {index / items_per_block, index % items_per_block * tiles, tiles};
+        return {index / items_per_block, index % items_per_block, num_tiles / items_per_block};
     }
 };
 

@@ -163,6 +163,8 @@ def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None 
     variant = spec_for(
         tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
     )
+    if router is not None and not variant.tiles.computes_router:
+        return Plan(None, None, f"a launch with tiles for many rows has no router, got {x_TD.shape[0]} tokens")
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
         return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")

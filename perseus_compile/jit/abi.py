@@ -59,7 +59,7 @@ class ErrorRecord(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint32) for name in ("phase", "cta", "expert", "tile", "observed", "expected")]
 
 
-CONTROL_WORDS = 9 + 64 + 8 + 384
+CONTROL_WORDS = 11 + 8 + 384
 MAX_COLUMN_GROUPS = 8
 MAX_SORT_CHUNKS = 64
 WAIT_PHASES = {
@@ -67,7 +67,8 @@ WAIT_PHASES = {
     2: "sorting rows",
     3: "hidden rows of an expert",
     4: "expert outputs",
-    5: "the router's choices",
+    5: "logits of the router",
+    6: "choices of the router",
 }
 _ALIGN_BYTES = 256
 

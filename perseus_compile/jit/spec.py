@@ -26,6 +26,11 @@ class TileConfig:
     max_tokens: int  # tokens per tile, at most
     stages: int  # of the load pipeline
 
+    @property
+    def computes_router(self) -> bool:
+        """Whether a launch can have its router: MoeConfig::kRoutes."""
+        return self.groups == 1
+
 
 # Rows per expert decide: few rows stream weights with deep pipelines, many rows fill 256 x 128 tiles.
 TILE_CONFIGS = {

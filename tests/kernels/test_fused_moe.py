@@ -21,7 +21,7 @@ from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, control_bloc
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
 
 pytestmark = pytest.mark.gpu
-TILES = tuple(TILE_CONFIGS)
+TILES = tuple(name for name, tiles in TILE_CONFIGS.items() if tiles.computes_router)
 CLAIM_WORD = 7  # ControlBlock.router_claim
 
 
@@ -95,7 +95,9 @@ class Result:
 
 
 def _tiles(layer: Layer) -> str:
-    return fused_experts.choose_tiles(layer.case.x.shape[0], layer.router.spec.top_k, layer.router.weight_ED.shape[0])
+    """What the planner takes, but for many rows, where it gives the router launches of its own."""
+    tiles = fused_experts.choose_tiles(layer.case.x.shape[0], layer.router.spec.top_k, layer.router.weight_ED.shape[0])
+    return tiles if tiles in TILES else TILES[-1]
 
 
 def _run(layer: Layer, tiles: str | None = None, **options: object) -> Result:
@@ -200,7 +202,7 @@ def test_experts_of_other_ranks_are_skipped(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [6, 333])
-@pytest.mark.parametrize("tiles", ["few16", "many128"])
+@pytest.mark.parametrize("tiles", ["few8", "few64"])
 def test_bad_rows_stay_in_their_tokens(tiles: str, num_tokens: int) -> None:
     layer = Layer.random(num_tokens, 16, 512, SPECS["softmax"])
     clean = _run(layer, tiles)
@@ -261,7 +263,7 @@ def test_runs_while_another_stream_holds_sms(num_tokens: int, num_held: int) -> 
 
 @pytest.mark.parametrize("num_tokens", [1, 100, 3000])
 def test_deadline_gives_nan_and_an_error(num_tokens: int) -> None:
-    """An item of the router that nobody claims is never done: everybody waits for it."""
+    """A product of the router that nobody claims is never done: everybody waits for it."""
     layer = Layer.random(num_tokens, 64, 512, SPECS["softmax"])
     expected = _run(layer)
     torch.cuda.synchronize()
@@ -272,7 +274,7 @@ def test_deadline_gives_nan_and_an_error(num_tokens: int) -> None:
     result = _run(layer, deadline_ns=20_000_000)
     torch.cuda.synchronize()
     assert result.out.isnan().all()
-    with pytest.raises(PeerTimeout, match="waiting for the router's choices"):
+    with pytest.raises(PeerTimeout, match="waiting for (logits|choices) of the router"):
         _run(layer)
     assert _run(layer).equals(expected), "control words were left dirty"
 
@@ -282,19 +284,20 @@ def test_the_op_is_one_launch_and_means_the_same(monkeypatch: pytest.MonkeyPatch
     case, router = layer.case, layer.router
     numbers = {**router.spec.as_kwargs(), **case.spec.as_kwargs()}
 
-    def call() -> Tensor:
-        # a new router weight is a new call site, which is planned anew
-        tensors = (case.x, router.weight_ED.clone(), None, None, case.gate_up, None, case.down, None)
+    def call(weight_ED: Tensor) -> Tensor:
+        tensors = (case.x, weight_ED, None, None, case.gate_up, None, case.down, None)
         out: Tensor = torch.ops.perseus.moe(*tensors, **numbers)
         return out
+
+    other_weight = router.weight_ED.clone()  # at another address: another call site, planned anew
 
     launches = []
     run = MoeKernel.run
     monkeypatch.setattr(MoeKernel, "run", lambda self, *args: launches.append(args[2]) or run(self, *args))
     monkeypatch.setattr(fused_moe, "router_in_launch", lambda *numbers: True)
-    whole = call()
+    whole = call(router.weight_ED)
     monkeypatch.setattr(fused_moe, "router_in_launch", lambda *numbers: False)
-    apart = call()
+    apart = call(other_weight)
     assert launches[0] is None and launches[1] is not None
     error = (whole - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
     assert float(error.median()) < 1e-2  # single tokens may have a near tie

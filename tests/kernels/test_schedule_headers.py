@@ -45,8 +45,8 @@ def test_every_tile_once_and_every_logit_once(program: Path) -> None:
     ("name", "right", "wrong"),
     [
         pytest.param("worklist", "in_expert % num_blocks", "in_expert % num_blocks / 2 * 2", id="tiles"),
-        pytest.param("router_items", "index % items_per_block,", "index % items_per_block / 2,", id="router-items"),
-        pytest.param("router_items", "index / items_per_block,", "index / items_per_block / 2,", id="router-blocks"),
+        pytest.param("router_items", "index / tiles *", "index / tiles / 2 *", id="tokens-of-a-router"),
+        pytest.param("router_items", "index % tiles *", "index % tiles / 2 *", id="experts-of-a-router"),
     ],
 )
 def test_the_check_can_fail(tmp_path: Path, name: str, right: str, wrong: str) -> None:

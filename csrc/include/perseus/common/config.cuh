@@ -43,11 +43,8 @@ struct MoeConfig {
     static constexpr u32 kHiddenBoxRows = kMaxTokens < 32 ? kMaxTokens : 32;  // rows of `hidden` in one TMA box
     static constexpr u32 kStagingBytes = kMaxTokens * kSwizzleBytes;  // per consumer warpgroup
 
-    // A tile of the router's product. All warps of the CTA share its summed axis, each with so many 32-wide steps in
-    // flight as registers allow.
-    static constexpr u32 kRouterTokens = kMaxTokens <= 32 ? 16 : 32;
-    static constexpr u32 kRouterExperts = kMaxTokens <= 16 ? 8 : kMaxTokens <= 64 ? 16 : 64;
-    static constexpr u32 kRouterSteps = kMaxTokens <= 32 ? 8 : kMaxTokens <= 64 ? 4 : 1;
+    // A router in the launch is faster than launches of its own for few tokens only, and those have few rows.
+    static constexpr bool kRoutes = kGroups == 1;
 
     // room for the result of a private sort; the configurations for many rows use all of the memory for stages
     static constexpr bool kPrivateSort = kGroups == 1;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "perseus/common/route_params.cuh"
-#include "perseus/schedule/router_items.cuh"
 #include "perseus/schedule/worklist.cuh"
 
 namespace perseus {
@@ -22,7 +21,8 @@ struct MoeParams {
     const void* gate_up_bias;     // BF16 [E, 2F] or null
     const void* down_bias;        // BF16 [E, D] or null
     void* out;                    // BF16 [T, D], contiguous
-    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart; null: ids and weights are given
+    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart; null: ids and weights are
+                                  // given, which is the only way where C::kRoutes is false
     const void* router_bias;      // BF16 [router's E] or null
     // workspace of this call, see layout/workspace.cuh
     void* hidden;                 // BF16 [R, F], rows sorted by expert
@@ -67,13 +67,14 @@ struct ControlBlock {
     u32 exits;
     u32 aborted;
     u32 router_claim;
+    u32 router_done;
+    u32 route_claim;
     u32 tokens_routed;
-    u32 router_items_done[kMaxSharedRouterBlocks];  // per token block
     u32 slots_done[kMaxColumnGroups];
     u32 private_hidden_ready[kPrivateSortBlocks];  // where nobody prepares counters in the workspace: private sorts
 };
 
-enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4, kRouter = 5 };
+enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4, kLogits = 5, kRoutes = 6 };
 
 // What the first wait that ran out of time was waiting for.
 struct ErrorRecord {

@@ -36,29 +36,30 @@ PERSEUS_D void moe_forward(const MoeParams& params, const TensorMap* gate_up, co
                            const TensorMap* hidden, u8* dynamic_smem) {
     auto& shared = *reinterpret_cast<SharedStorage<C>*>(dynamic_smem + (0u - ptx::smem_address(dynamic_smem)) % 1024);
     const u32 warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) {
+    u32 first_claim = 0;
+    u32 first_product = 0;
+    if (threadIdx.x == 0) {  // both under way while barriers are made and rows are sorted
+        if constexpr (C::kRoutes) first_product = params.router_weight != nullptr ? claim_product(params) : 0;
+        first_claim = claim_tile(params);
         ptx::prefetch_tensor_map(gate_up);
         ptx::prefetch_tensor_map(down);
         ptx::prefetch_tensor_map(hidden);
         shared.init_barriers();
     }
-    const bool has_choices = have_choices<C>(params, shared.stages, &shared.broadcast);
-    u32 first_claim = 0;
-    if (threadIdx.x == 0) first_claim = claim_tile(params);  // under way while rows are sorted
+    const bool has_choices = have_choices<C>(params, shared.stages, &shared.broadcast, first_product);
     RowSort<C> sort(params, shared.stages, &shared.broadcast);
     RoutedRows routed;
     if (has_choices && sort.run(shared.sort_result, routed)) {
         ptx::fence_proxy_async_shared();  // the sort's scratch becomes the copy engine's stages
         __syncthreads();
         const TileShape shape = tile_shape<C>(params, routed.num_blocks);
-        // of the 168 registers of each thread, four warps give up 96 and eight warps get 48 more
         if (warp < kProducerWarps) {
-            if constexpr (C::kGroups == 2) ptx::shrink_registers<72>();
+            if constexpr (C::kGroups == 2) ptx::shrink_registers<88>();
             if (warp == 0) run_weight_loads<C>(params, routed, shape, gate_up, down, shared, first_claim);
             else if (warp <= kGatherWarps) run_token_loads<C>(params, routed, hidden, shared, warp - 1);
             else run_publisher<C>(params, routed, shared);
         } else {
-            if constexpr (C::kGroups == 2) ptx::grow_registers<216>();
+            if constexpr (C::kGroups == 2) ptx::grow_registers<208>();
             run_consumer<C>(params, routed, shape, shared, warp / 4 - 1);
         }
     } else {

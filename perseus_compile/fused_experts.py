@@ -18,7 +18,7 @@ from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
 from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, Prepared
-from perseus_compile.jit.spec import VariantSpec, spec_for
+from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for
 
 _log = logging.getLogger(__name__)
 MAX_EXPERTS = 1024  # the sort's counters are in shared memory
@@ -160,11 +160,15 @@ def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None 
     if reason is not None:
         return Plan(None, None, reason)
     tiles = choose_tiles(x_TD.shape[0], ids_TK.shape[1], gate_up.shape[0])
-    variant = spec_for(
-        tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
-    )
-    if router is not None and not variant.tiles.computes_router:
+    if router is not None and not TILE_CONFIGS[tiles].may_route:
         return Plan(None, None, f"a launch with tiles for many rows has no router, got {x_TD.shape[0]} tokens")
+    variant = spec_for(
+        tiles,
+        weight_layout=spec.weight_layout,
+        gate_layout=spec.gate_layout,
+        activation=spec.activation,
+        routes=router is not None,
+    )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
         return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")

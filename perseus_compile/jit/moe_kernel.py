@@ -25,7 +25,7 @@ from perseus_compile.jit.driver import Place
 
 _ENTRY = "perseus_moe_fwd"
 _FACTS = "perseus_facts"
-_NUM_FACTS = 9
+_NUM_FACTS = 10
 _CONTROL_STRIDE_WORDS = 512  # more than abi.CONTROL_WORDS; blocks of two streams never share a line
 _MAX_CONTROL_BLOCKS = 4096  # 8 MiB; graphs are never known to be dead, so none is given back
 DEADLINE_NS = 10_000_000_000  # of one wait inside the kernel
@@ -99,7 +99,7 @@ class MoeKernel:
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             self._kernel = driver.Kernel(image, _ENTRY, _FACTS, _NUM_FACTS)
         shared, threads, params, control, self.max_tokens, weight_rows, *layout = self._kernel.facts
-        self.in_out, self.paired, self.hidden_box_rows = layout
+        self.in_out, self.paired, self.hidden_box_rows, self.routes = layout
         self.shared_bytes, self.threads = shared, threads
         self.hidden_per_tile, self.out_per_tile = weight_rows // 2, weight_rows
         if (params, control) != (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4):
@@ -167,6 +167,7 @@ class MoeKernel:
             num_tokens, out_tiles=-(-model_width // self.out_per_tile)
         )
         assert 1 <= num_column_groups <= abi.MAX_COLUMN_GROUPS
+        assert bool(self.routes) == (router is not None), "kernels with a router need one, others have no use for it"
         layout = abi.workspace_layout(
             num_tokens=num_tokens,
             top_k=top_k,

@@ -21,7 +21,7 @@ from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, control_bloc
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
 
 pytestmark = pytest.mark.gpu
-TILES = tuple(name for name, tiles in TILE_CONFIGS.items() if tiles.computes_router)
+TILES = tuple(name for name, tiles in TILE_CONFIGS.items() if tiles.may_route)
 CLAIM_WORD = 7  # ControlBlock.router_claim
 
 
@@ -42,7 +42,7 @@ SPECS = {
 @functools.cache
 def _kernel(tiles: str) -> MoeKernel:
     torch.backends.cuda.matmul.allow_tf32 = False
-    variant = spec_for(tiles, weight_layout="out_in", gate_layout="concatenated", activation="silu")
+    variant = spec_for(tiles, weight_layout="out_in", gate_layout="concatenated", activation="silu", routes=True)
     return MoeKernel(compiler.build(variant), 0)
 
 

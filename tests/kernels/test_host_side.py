@@ -88,7 +88,7 @@ def kernel(
 ) -> moe_kernel.MoeKernel:
     """A kernel whose launches go to the fake driver."""
     made: Any = object.__new__(moe_kernel.MoeKernel)
-    made.in_out, made.paired, made.hidden_box_rows = 0, 0, 8
+    made.in_out, made.paired, made.hidden_box_rows, made.routes = 0, 0, 8, 0
     made.max_tokens, made.out_per_tile, made.hidden_per_tile = 8, 128, 64
     made.device_index, made.num_sms, made.threads, made.shared_bytes = -1, 132, 256, 1000
     made._kernel = object.__new__(driver.Kernel)
@@ -129,6 +129,7 @@ def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fa
     biases = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.bfloat16)
     route = abi.RouteParams(num_tokens=3, num_experts=4, top_k=2)
     router = moe_kernel.LaunchRouter(torch.zeros(4, 24, dtype=torch.bfloat16)[:, :16], biases[1], route)
+    kernel.routes = 1
     prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC, router=router)
     kernel.run(prepared, args[0], None, None)
     params = fake.launches[0].read_params(abi.MoeParams)

@@ -71,7 +71,7 @@ def _same_offsets(structure: type[ctypes.Structure]) -> str:
 @pytest.mark.parametrize(
     "variant",
     shipped_variants(),
-    ids=lambda v: f"{v.tiles.groups}x{v.tiles.max_tokens}-{v.weight_layout}-{v.activation}",
+    ids=lambda v: f"{v.tiles.groups}x{v.tiles.max_tokens}-{v.weight_layout}-{v.activation}{'-router' * v.routes}",
 )
 def test_variant_compiles_without_spills(variant: VariantSpec) -> None:
     image, log = compiler.compile_source(variant.source(), variant.arch, ("--ptxas-options=-v",))

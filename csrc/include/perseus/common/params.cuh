@@ -21,8 +21,8 @@ struct MoeParams {
     const void* gate_up_bias;     // BF16 [E, 2F] or null
     const void* down_bias;        // BF16 [E, D] or null
     void* out;                    // BF16 [T, D], contiguous
-    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart; null: ids and weights are
-                                  // given, which is the only way where C::kRoutes is false
+    // with C::kRoutes only
+    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart
     const void* router_bias;      // BF16 [router's E] or null
     // workspace of this call, see layout/workspace.cuh
     void* hidden;                 // BF16 [R, F], rows sorted by expert
@@ -31,7 +31,7 @@ struct MoeParams {
     void* block_list;             // TokenBlock [max blocks], one per token block
     void* hidden_ready;           // u32 [max blocks]
     void* chunk_counts;           // u32 [kMaxSortChunks, E]
-    void* logits;                 // BF16 [T, router's E], with router_weight only, as are the next two:
+    void* logits;                 // BF16 [T, router's E], with C::kRoutes only, as are the next two
     void* routed_ids;             // i32 [T, K], the same as ids
     void* routed_weights;         // F32 [T, K], the same as weights
     // words that are zero between launches
@@ -54,7 +54,7 @@ struct MoeParams {
     u32 num_column_groups;        // of the output; see schedule/worklist.cuh
     float act_alpha;              // clamped_swiglu
     float act_limit;
-    RouteParams route;            // with router_weight only
+    RouteParams route;            // with C::kRoutes only
 };
 
 // Zero between launches: the last CTA to leave clears it. One per stream, and one per captured call.

@@ -1,8 +1,9 @@
 // Which experts does a token choose, and with which weights? A router after its logits, one warp per token.
 //
 // Meaning as perseus_compile/routing.py: scores in float32, choice by score (+ correction bias, inside the best
-// groups), weights of the chosen, renormalised, rounded, scaled. Equal scores: the lower expert first. A NaN score
-// counts as the largest, so that ids are valid and distinct whatever comes in.
+// groups), weights of the chosen, renormalised, rounded, scaled. A softmax keeps the order of its logits, so the choice is
+// made on them. Equal scores: the lower expert first. A NaN score counts as the largest, so that ids are valid and
+// distinct whatever comes in.
 #pragma once
 
 #include "perseus/common/route_params.cuh"
@@ -52,7 +53,6 @@ public:
         const u64 first = static_cast<u64>(token) * params.num_experts;
         if (params.logits_are_bf16) load(static_cast<const u16*>(logits) + first);
         else load(static_cast<const float*>(logits) + first);
-        if (params.routing == static_cast<u32>(Routing::kSoftmaxTopk)) softmax();
         if (params.routing == static_cast<u32>(Routing::kSigmoidTopk)) sigmoid();
     }
 
@@ -78,6 +78,14 @@ public:
         }
     }
 
+    // Of a softmax over all experts.
+    PERSEUS_D float sum_of_exponentials(float largest) const {
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < kPerLane; ++i) sum += exists(i) ? expf(score_[i] - largest) : 0.0f;
+        return warp_sum(sum);
+    }
+
 private:
     static PERSEUS_D u32 lane() { return threadIdx.x % 32; }
     static PERSEUS_D u32 expert(u32 i) { return i * 32 + lane(); }
@@ -92,25 +100,6 @@ private:
         for (u32 i = 0; i < kPerLane; ++i) score_[i] = exists(i) ? value_of(__ldcg(logits + expert(i))) : 0.0f;
 #pragma unroll
         for (u32 i = 0; i < kPerLane; ++i) rank_[i] = exists(i) ? rank_of(score_[i]) : 0;
-    }
-
-    PERSEUS_D void softmax() {
-        Candidate best;
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) best.consider(rank_[i], expert(i));
-        const float largest = score_of(best.best_of_warp().rank);
-        float sum = 0.0f;
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) {
-            score_[i] = exists(i) ? expf(score_[i] - largest) : 0.0f;
-            sum += score_[i];
-        }
-        sum = warp_sum(sum);
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) {
-            score_[i] = score_[i] / sum;
-            rank_[i] = exists(i) ? rank_of(score_[i]) : 0;
-        }
     }
 
     PERSEUS_D void sigmoid() {
@@ -161,7 +150,7 @@ private:
     }
 
     const RouteParams& params_;
-    float score_[kPerLane];
+    float score_[kPerLane];  // logits, or their sigmoids
     u32 rank_[kPerLane];  // of the score, or of the score with its correction; 0: no such expert, or chosen already
 };
 
@@ -177,10 +166,13 @@ PERSEUS_D void route_token(const RouteParams& params, const RouteArrays& arrays,
     const bool chosen = lane < params.top_k;
     u32 id = 0;
     float weight = 0.0f;
-    TokenScores<kPerLane>(params, arrays.logits, token).choose(id, weight);
-    if (params.routing == static_cast<u32>(Routing::kTopkSoftmax)) {
-        weight = expf(weight - __shfl_sync(kAllLanes, weight, 0));  // choice 0 is the largest
-        weight /= warp_sum(chosen ? weight : 0.0f);
+    TokenScores<kPerLane> scores(params, arrays.logits, token);
+    scores.choose(id, weight);
+    if (params.routing != static_cast<u32>(Routing::kSigmoidTopk)) {  // so far it is a logit
+        const float largest = __shfl_sync(kAllLanes, weight, 0);
+        const bool over_all = params.routing == static_cast<u32>(Routing::kSoftmaxTopk);
+        weight = expf(weight - largest);
+        weight /= over_all ? scores.sum_of_exponentials(largest) : warp_sum(chosen ? weight : 0.0f);
     }
     if (params.renormalize) weight /= warp_sum(chosen ? weight : 0.0f) + params.renormalize_eps;
     weight = rounded(params, weight);

@@ -43,12 +43,13 @@ public:
     PERSEUS_D bool run() {
         prefetch_operands();
         const u32 num_products = router_products(params_.num_tokens, params_.route.num_experts);
-        const bool has_product = multiply_claimed(num_products);
+        // The code of what comes after the logits may have to come from memory, too. CTAs start in order: this one will
+        // find no product left, so it runs that code while others multiply.
+        if (blockIdx.x >= num_products && warp() == kWarps - 1) route(0, RouteResult::kDiscard);
+        multiply_claimed(num_products);
         const bool alone = params_.num_tokens <= kWarps;
         u32 pending = 0;
         if (threadIdx.x == 0 && !alone) pending = atomicAdd(&control_->route_claim, 1u);
-        // the code of what comes next may have to come from memory, too: an idle CTA runs it while others multiply
-        if (!has_product && warp() == kWarps - 1) route(0, RouteResult::kDiscard);
         if (!wait_by_all(params_, &control_->router_done, num_products, WaitPhase::kLogits, broadcast_)) return false;
         if (alone) {
             // NOTE: all CTAs store the same bytes to the same places, and each reads what it stored itself
@@ -78,15 +79,12 @@ private:
         }
     }
 
-    // Whether there was one for this CTA.
-    PERSEUS_D bool multiply_claimed(u32 num_products) {
-        bool has_product = false;
+    PERSEUS_D void multiply_claimed(u32 num_products) {
         for (;;) {
             const u32 index = next_claim(&control_->router_claim, num_products, pending_, broadcast_);
-            if (index >= num_products) return has_product;
+            if (index >= num_products) return;
             tile_.run(router_product(index, params_.route.num_experts));
             signal(&control_->router_done, 1);
-            has_product = true;
         }
     }
 
@@ -120,7 +118,7 @@ PERSEUS_D bool have_choices(const MoeParams& params, void* scratch, u32* broadca
     if constexpr (C::kRoutes) {
         constexpr u32 kWarps = C::kThreads / 32;
         static_assert(RouterTile<kWarps>::kPartialBytes <= C::kStages * C::kStageBytes, "sums of all warps must fit");
-        return params.router_weight == nullptr || RouterPhase<kWarps>(params, scratch, broadcast, first_product).run();
+        return RouterPhase<kWarps>(params, scratch, broadcast, first_product).run();
     }
     return true;
 }

@@ -1,4 +1,4 @@
-"""Which calls of ``perseus::moe`` are one launch? Those whose router the fused kernel computes before the experts.
+"""Which calls of ``perseus::moe`` are one launch? Those whose router the fused kernel computes before its experts.
 
 ``why_not`` is the one statement of which routers the kernel covers; ``router_in_launch`` says where it pays. Both read
 numbers, shapes and strides, never values.
@@ -31,8 +31,12 @@ class Router(NamedTuple):
 
 
 def router_in_launch(num_tokens: int, num_experts: int, model_width: int) -> bool:
-    """Whether a router that is covered belongs into the launch of the experts, rather than in two of its own."""
-    return num_tokens * num_experts * model_width <= 2**62
+    """Whether a router that is covered belongs into the launch of the experts, rather than in two of its own.
+
+    Up to 8 tokens every CTA chooses for itself. For more it tied or lost, and so it did where a row is so long that
+    reading it takes several rounds (H200, E 8 to 256, D 2048 to 7168, docs/measured.md).
+    """
+    return num_tokens <= 8 and num_experts <= 256 and model_width <= 4096
 
 
 def why_not(router: Router, x_TD: Tensor) -> str | None:
@@ -55,9 +59,7 @@ def why_not(router: Router, x_TD: Tensor) -> str | None:
     return fused_router.why_not(logits_TE, correction_bias_E, spec)
 
 
-def make_plan(
-    router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spec: ExpertsSpec
-) -> fused_experts.Plan:
+def make_plan(router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spec: ExpertsSpec) -> fused_experts.Plan:
     """The plan of calls with such tensors as one launch; its ``reason`` says why they are not.
 
     ``expert_tensors`` are gate_up and what follows it in the schema. The device of the tensors must be the current one.
@@ -71,9 +73,7 @@ def make_plan(
         reason = f"launches of its own are faster for a router of {num_tokens} tokens and {num_experts} experts"
     if reason is not None:
         return fused_experts.Plan(None, None, reason)
-    params = fused_router.route_params(
-        router.spec, num_tokens, num_experts, torch.bfloat16, router.correction_bias_E
-    )
+    params = fused_router.route_params(router.spec, num_tokens, num_experts, torch.bfloat16, router.correction_bias_E)
     weights_TK = torch.empty((num_tokens, router.spec.top_k), device="meta")
     tensors = (x_TD, weights_TK.to(torch.int32), weights_TK, *expert_tensors)
     return fused_experts.make_plan(tensors, spec, LaunchRouter(router.weight_ED, router.bias_E, params))

@@ -19,7 +19,10 @@ _FORMS = (
 
 
 def shipped_variants() -> tuple[VariantSpec, ...]:
-    """Every form in every tile configuration, and the commonest one with a router. Interleaved [E, N, K] weights need no variant of their own."""
+    """Every form in every tile configuration, and the commonest one with a router.
+
+    Interleaved [E, N, K] weights need no variant of their own.
+    """
     experts_alone = [
         spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation)
         for weight_layout, gate_layout, activation in _FORMS

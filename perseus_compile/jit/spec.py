@@ -77,9 +77,7 @@ def source_key(source: str, arch: str, compiler_version: str, flags: tuple[str, 
     return digest.hexdigest()[:32]
 
 
-def spec_for(
-    tiles: str, *, weight_layout: str, gate_layout: str, activation: str, routes: bool = False
-) -> VariantSpec:
+def spec_for(tiles: str, *, weight_layout: str, gate_layout: str, activation: str, routes: bool = False) -> VariantSpec:
     """The variant for a call's layout numbers and a tile configuration's name."""
     return VariantSpec(
         tiles=TILE_CONFIGS[tiles],

@@ -1,4 +1,4 @@
-"""Who keeps SMs from the kernel under test? Another kernel, on another stream, whose CTAs fill an SM each for a while."""
+"""Who keeps SMs from the kernel under test? Another kernel, on another stream; its CTAs fill an SM each for a time."""
 
 from __future__ import annotations
 

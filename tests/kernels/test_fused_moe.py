@@ -274,7 +274,7 @@ def test_deadline_gives_nan_and_an_error(num_tokens: int) -> None:
     result = _run(layer, deadline_ns=20_000_000)
     torch.cuda.synchronize()
     assert result.out.isnan().all()
-    with pytest.raises(PeerTimeout, match="waiting for (logits|choices) of the router"):
+    with pytest.raises(PeerTimeout, match=r"waiting for (logits|choices) of the router"):
         _run(layer)
     assert _run(layer).equals(expected), "control words were left dirty"
 

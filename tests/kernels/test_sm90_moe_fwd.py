@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import types
 
@@ -13,7 +12,7 @@ from sm_holder import hold_sms
 
 from perseus_compile import fused_experts, grouped
 from perseus_compile.errors import LaunchError, PeerTimeout
-from perseus_compile.jit import abi, compiler, driver
+from perseus_compile.jit import abi, compiler
 from perseus_compile.jit.moe_kernel import MoeKernel, check, control_blocks
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
 from perseus_compile.launch_cuda import CudaExperts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -36,13 +36,15 @@ class CallSites(Generic[P]):
         return plan
 
 
-def call_site(moving: Sequence[Tensor], fixed: Sequence[Tensor | None], numbers: dict[str, Any]) -> tuple[object, ...]:
+def call_site(
+    moving: Sequence[Tensor], fixed: Sequence[Tensor | None], numbers: Sequence[object]
+) -> tuple[object, ...]:
     """Of ``moving`` tensors only the alignment of the address counts; of ``fixed`` ones (weights) the address itself.
 
-    ``numbers`` come in the order of the op's schema, as the dispatcher passes them; its lists must be tuples already.
+    ``numbers`` are the other arguments of the op, hashable, in the order of its schema.
     """
     return (
         *[(one.data_ptr() % _ALIGN_BYTES, one.shape, one.stride(), one.dtype, one.device) for one in moving],
         *[None if one is None else (one.data_ptr(), one.shape, one.stride(), one.dtype, one.device) for one in fixed],
-        *numbers.values(),
+        *numbers,
     )

@@ -36,23 +36,29 @@ _ROUTING_NUMBERS = (
     "str routing, int top_k, bool renormalize, float renormalize_eps, float routing_scale, int num_groups, "
     "int topk_groups, ScalarType router_dtype, ScalarType score_dtype, ScalarType weights_dtype"
 )
+# Nothing is keyword-only: the dispatcher takes .4 us longer for each argument that is.
 SCHEMAS = (
-    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, *, {_EXPERT_NUMBERS}) -> Tensor",
-    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, *, "
+    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, {_EXPERT_NUMBERS}) -> Tensor",
+    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, "
     f"{_EXPERT_NUMBERS}, bool[] needs_grad) -> Tensor[]",
     "moe(Tensor x_TD, Tensor router_weight_ED, Tensor? router_bias_E, Tensor? correction_bias_E, "
-    f"{_EXPERT_TENSORS}, *, {_ROUTING_NUMBERS}, {_EXPERT_NUMBERS}) -> Tensor",
+    f"{_EXPERT_TENSORS}, {_ROUTING_NUMBERS}, {_EXPERT_NUMBERS}) -> Tensor",
 )
 
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
+# The fields of the specs are the numbers of the schemas, in their order.
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
-# Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
+_EXPERTS_FIELDS = tuple(ExpertsSpec.__dataclass_fields__)
+_NUM_EXPERT_TENSORS = 7  # x, ids, weights, gate_up, gate_up_bias, down, down_bias
+_NUM_MOE_TENSORS = 8  # x, router weight, router bias, correction bias, then the last four of these
 _KERNEL_KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
+# Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
-
 _Experts: TypeAlias = Any  # launch.CpuExperts, or launch_cuda.CudaExperts: by the device of x
-_Kernels: TypeAlias = Mapping[str, Callable[[Any, dict[str, Any]], Tensor]]  # of tensors and numbers, by device type
+_Numbers: TypeAlias = tuple[Any, ...]  # in the order of the schema, the parameters of the activation as a tuple
+_Kernels: TypeAlias = Mapping[str, Callable[..., Tensor]]  # by device type
+
 _experts_sites: CallSites[launch_cuda.CudaCall] = CallSites()
 _moe_sites: CallSites[launch_cuda.CudaMoe] = CallSites()
 
@@ -81,20 +87,20 @@ def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias
     )
 
 
-def _experts_spec(*, activation_params: Any, **numbers: Any) -> ExpertsSpec:
-    return ExpertsSpec(activation_params=tuple(activation_params), **numbers)
+def _experts_spec(numbers: _Numbers) -> ExpertsSpec:
+    return ExpertsSpec(**dict(zip(_EXPERTS_FIELDS, _hashable(numbers), strict=True)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(args: ExpertsArgs, numbers: tuple[tuple[str, Any], ...]) -> _Experts:
+def _prepared(args: ExpertsArgs, numbers: _Numbers) -> _Experts:
     """The experts of such a call, checked and ready to run; cached by value."""
-    spec = lower.lower(args, _experts_spec(**dict(numbers)))
+    spec = lower.lower(args, _experts_spec(numbers))
     return launch.CpuExperts(spec) if spec.device == "cpu" else launch_cuda.CudaExperts(spec)
 
 
-def _hashable(numbers: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    numbers["activation_params"] = tuple(numbers["activation_params"])
-    return tuple(numbers.items())
+def _hashable(numbers: _Numbers) -> _Numbers:
+    """With the parameters of the activation, which the dispatcher passes as a list, as a tuple."""
+    return (*numbers[:-4], tuple(numbers[-4]), *numbers[-3:])
 
 
 def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
@@ -133,49 +139,50 @@ def _device_below(keyset: Any) -> str | None:
     return _device_of_keyset[raw]
 
 
-def _below_autograd(name: str, kernels: _Kernels, keyset: Any, tensors: Any, numbers: dict[str, Any]) -> Tensor:
+def _below_autograd(name: str, kernels: _Kernels, keyset: Any, args: tuple[Any, ...]) -> Tensor:
     """Calls an op without autograd: one node where it is traced, its kernel where it runs."""
     device = _device_below(keyset)
     if device == "cuda":
         # What the dispatcher would call next, without packing and unpacking some 20 arguments once more. Unlike the
         # CPU's, this kernel calls next to no torch ops, and none is recorded where no gradient is wanted: the guard
         # would cost .4 us and save nothing.
-        return kernels[device](tensors, numbers)
+        return kernels[device](*args)
     with torch._C._AutoDispatchBelowAutograd():
         if device is not None:
-            return kernels[device](tensors, numbers)
-        op = getattr(torch.ops.perseus, name).default
-        return op.redispatch(keyset & _BELOW_AUTOGRAD, *tensors, **numbers)
+            return kernels[device](*args)
+        return getattr(torch.ops.perseus, name).default.redispatch(keyset & _BELOW_AUTOGRAD, *args)
 
 
 # ---- perseus::experts
 
 
-def _experts_on_cpu(tensors: Any, numbers: dict[str, Any]) -> Tensor:
-    return _checked_experts(tensors, _hashable(numbers)).forward(*tensors)
+def _experts_on_cpu(*args: Any) -> Tensor:
+    return _checked_experts(args).forward(*args[:_NUM_EXPERT_TENSORS])
 
 
-def _checked_experts(tensors: Any, numbers: tuple[tuple[str, Any], ...]) -> _Experts:
-    experts = _prepared(_experts_args(*tensors), numbers)
+def _checked_experts(args: tuple[Any, ...]) -> _Experts:
+    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
+    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return experts
 
 
-def _experts_on_cuda(tensors: Any, numbers: dict[str, Any]) -> Tensor:
-    numbers["activation_params"] = tuple(numbers["activation_params"])
-    site = call_site(tensors[:3], tensors[3:], numbers)
+def _experts_on_cuda(*args: Any) -> Tensor:
+    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
+    site = call_site(tensors[:3], tensors[3:], _hashable(numbers))
     call = _experts_sites.find(site)
     if call is None:
-        call = _experts_sites.add(site, _checked_experts(tensors, _hashable(numbers)).plan(*tensors))
+        call = _experts_sites.add(site, _checked_experts(args).plan(*tensors))
     return call.forward(*tensors)
 
 
 _EXPERTS_KERNELS = {"cpu": _experts_on_cpu, "cuda": _experts_on_cuda}
 
 
-def _experts_fake(*tensors: Any, **numbers: Any) -> Tensor:
-    lower.check_experts(_experts_args(*tensors), _experts_spec(**numbers))
+def _experts_fake(*args: Any) -> Tensor:
+    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
+    lower.check_experts(_experts_args(*tensors), _experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
@@ -185,41 +192,41 @@ class _ExpertsFunction(torch.autograd.Function):
     """``perseus::experts`` with its derivative. Saves only inputs."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, numbers: dict[str, Any], *tensors: Any) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.numbers = numbers
-        return _below_autograd("experts", _EXPERTS_KERNELS, keyset, tensors, numbers)
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
+        ctx.save_for_backward(*args[:_NUM_EXPERT_TENSORS])
+        ctx.numbers = args[_NUM_EXPERT_TENSORS:]
+        return _below_autograd("experts", _EXPERTS_KERNELS, keyset, args)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, _, *need_rest = ctx.needs_input_grad[2:]
+        need_x, _, *need_rest = ctx.needs_input_grad[1 : 1 + _NUM_EXPERT_TENSORS]
         needs_grad = [need_x, *need_rest]
-        grads = iter(
-            torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, **ctx.numbers, needs_grad=needs_grad)
-        )
+        grads = iter(torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, *ctx.numbers, needs_grad))
         grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
-        return None, None, grad_x, None, *grad_rest
+        return None, grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 
 
-def _experts_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
-    if _wants_grad(tensors):
-        return _ExpertsFunction.apply(keyset, numbers, *tensors)
-    return _below_autograd("experts", _EXPERTS_KERNELS, keyset, tensors, numbers)
+def _experts_autograd(keyset: Any, *args: Any) -> Tensor:
+    if _wants_grad(args[:_NUM_EXPERT_TENSORS]):
+        return _ExpertsFunction.apply(keyset, *args)
+    return _below_autograd("experts", _EXPERTS_KERNELS, keyset, args)
 
 
 # ---- perseus::experts_backward
 
 
-def _experts_backward_kernel(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
-    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
-    x_TD, ids_TK, weights_TK = tensors[:3]
-    _check_tokens(x_TD, ids=ids_TK, weights=weights_TK, grad=grad_TD)
+def _experts_backward_kernel(grad_TD: Tensor, *args: Any) -> list[Tensor]:
+    *args_of_experts, needs_grad = args
+    tensors = args[:_NUM_EXPERT_TENSORS]
+    experts = _checked_experts(tuple(args_of_experts))
+    _check_tokens(tensors[0], grad=grad_TD)
     return experts.backward(needs_grad, grad_TD, *tensors)
 
 
-def _experts_backward_fake(grad_TD: Tensor, *tensors: Any, needs_grad: list[bool], **numbers: Any) -> list[Tensor]:
-    _experts_fake(*tensors, **numbers)
-    x_TD, _, *rest = tensors
+def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
+    *args_of_experts, needs_grad = args
+    _experts_fake(*args_of_experts)
+    x_TD, _, *rest = args[:_NUM_EXPERT_TENSORS]
     _check_tokens(x_TD, grad=grad_TD)
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
@@ -234,25 +241,28 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> None:
 # ---- perseus::moe
 
 
-def _take_routing(numbers: dict[str, Any]) -> dict[str, Any]:
-    """Moves the router's numbers out of ``numbers``, which keeps those of the experts."""
-    return {name: numbers.pop(name) for name in _ROUTING_FIELDS}
+def _split_moe(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], RoutingSpec, _Numbers]:
+    """Tensors of the router, tensors of the experts, the router's numbers and those of the experts."""
+    routing, numbers = _split_numbers(args[_NUM_MOE_TENSORS:])
+    return args[:4], args[4:_NUM_MOE_TENSORS], routing, numbers
+
+
+def _split_numbers(numbers: _Numbers) -> tuple[RoutingSpec, _Numbers]:
+    of_router, of_experts = numbers[: len(_ROUTING_FIELDS)], numbers[len(_ROUTING_FIELDS) :]
+    return RoutingSpec(**dict(zip(_ROUTING_FIELDS, of_router, strict=True))), of_experts
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared_moe(
-    router_args: RouterArgs,
-    expert_args: tuple[Arg, Arg | None, Arg, Arg | None],
-    numbers: tuple[tuple[str, Any], ...],
+    router_args: RouterArgs, expert_args: tuple[Arg, Arg | None, Arg, Arg | None], numbers: _Numbers
 ) -> tuple[RoutingSpec, _Experts]:
     """The router and the experts of such a call, checked and ready to run; cached by value."""
-    rest = dict(numbers)
-    routing = RoutingSpec(**_take_routing(rest))
-    lower.check_routing(router_args, routing, rest["num_experts"])
+    routing, of_experts = _split_numbers(numbers)
+    lower.check_routing(router_args, routing, _experts_spec(of_experts).num_experts)
     x = router_args.x
     ids = Arg(x.device, torch.int64, (routing.top_k,))
     args = ExpertsArgs(x, ids, ids._replace(dtype=routing.weights_dtype), *expert_args)
-    return routing, _prepared(args, tuple(rest.items()))
+    return routing, _prepared(args, of_experts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -260,46 +270,47 @@ def _kwargs_of(routing: RoutingSpec) -> dict[str, Any]:
     return routing.as_kwargs()
 
 
-def _moe_on_cpu(tensors: Any, numbers: dict[str, Any]) -> Tensor:
-    router_tensors, expert_tensors = tensors[:4], tensors[4:]
-    routing, experts = _prepared_moe(_router_args(*router_tensors), _weight_args(*expert_tensors), _hashable(numbers))
+def _moe_on_cpu(*args: Any) -> Tensor:
+    router_tensors, expert_tensors = args[:4], args[4:_NUM_MOE_TENSORS]
+    numbers = _hashable(args[_NUM_MOE_TENSORS:])
+    routing, experts = _prepared_moe(_router_args(*router_tensors), _weight_args(*expert_tensors), numbers)
     weights_TK, ids_TK = route(*router_tensors, **_kwargs_of(routing))
-    return experts.forward(tensors[0], ids_TK, weights_TK, *expert_tensors)
+    return experts.forward(args[0], ids_TK, weights_TK, *expert_tensors)
 
 
-def _moe_on_cuda(tensors: Any, numbers: dict[str, Any]) -> Tensor:
-    numbers["activation_params"] = tuple(numbers["activation_params"])
+def _moe_on_cuda(*args: Any) -> Tensor:
+    tensors, numbers = args[:_NUM_MOE_TENSORS], _hashable(args[_NUM_MOE_TENSORS:])
     site = call_site(tensors[:1], tensors[1:], numbers)
     call = _moe_sites.find(site)
     if call is None:
-        args = (_router_args(*tensors[:4]), _weight_args(*tensors[4:]), _hashable(numbers))
-        call = _moe_sites.add(site, launch_cuda.CudaMoe.plan(*_prepared_moe(*args), *tensors))
+        prepared = _prepared_moe(_router_args(*tensors[:4]), _weight_args(*tensors[4:]), numbers)
+        call = _moe_sites.add(site, launch_cuda.CudaMoe.plan(*prepared, *tensors))
     return call.forward(*tensors)
 
 
 _MOE_KERNELS = {"cpu": _moe_on_cpu, "cuda": _moe_on_cuda}
 
 
-def _moe_fake(*tensors: Any, **numbers: Any) -> Tensor:
-    routing = RoutingSpec(**_take_routing(numbers))
-    lower.check_routing(_router_args(*tensors[:4]), routing, numbers["num_experts"])
-    x_TD = tensors[0]
+def _moe_fake(*args: Any) -> Tensor:
+    router_tensors, expert_tensors, routing, numbers = _split_moe(args)
+    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    x_TD = args[0]
     ids_TK = x_TD.new_empty((x_TD.shape[0], routing.top_k), dtype=torch.int64)
-    return _experts_fake(x_TD, ids_TK, ids_TK.to(routing.weights_dtype), *tensors[4:], **numbers)
+    return _experts_fake(x_TD, ids_TK, ids_TK.to(routing.weights_dtype), *expert_tensors, *numbers)
 
 
-def route_and_experts(*tensors: Any, **numbers: Any) -> Tensor:
+def route_and_experts(*args: Any) -> Tensor:
     """``perseus::moe`` taken apart: the router as plain differentiable torch ops, then ``perseus::experts``."""
-    routing = RoutingSpec(**_take_routing(numbers))
-    lower.check_routing(_router_args(*tensors[:4]), routing, numbers["num_experts"])
-    weights_TK, ids_TK = route(*tensors[:4], **routing.as_kwargs())
-    return torch.ops.perseus.experts(tensors[0], ids_TK, weights_TK, *tensors[4:], **numbers)
+    router_tensors, expert_tensors, routing, numbers = _split_moe(args)
+    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    weights_TK, ids_TK = route(*router_tensors, **routing.as_kwargs())
+    return torch.ops.perseus.experts(args[0], ids_TK, weights_TK, *expert_tensors, *numbers)
 
 
-def _moe_autograd(keyset: Any, *tensors: Any, **numbers: Any) -> Tensor:
-    if _wants_grad(tensors):
-        return route_and_experts(*tensors, **numbers)
-    return _below_autograd("moe", _MOE_KERNELS, keyset, tensors, numbers)
+def _moe_autograd(keyset: Any, *args: Any) -> Tensor:
+    if _wants_grad(args[:_NUM_MOE_TENSORS]):
+        return route_and_experts(*args)
+    return _below_autograd("moe", _MOE_KERNELS, keyset, args)
 
 
 # ---- registration
@@ -309,23 +320,19 @@ def _other_device(tensor: Tensor, *_: Any, **__: Any) -> Any:
     raise lower.no_kernel(tensor.device)
 
 
-def _as_kernel(run: Callable[[Any, dict[str, Any]], Tensor]) -> Callable[..., Tensor]:
-    """As the dispatcher calls kernels."""
-    return lambda *tensors, **numbers: run(tensors, numbers)
-
-
 def _register() -> None:
     for schema in SCHEMAS:
-        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Compilers pass tensors with the strides they were traced with: weights are never copied into another layout.
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     fakes: dict[str, Callable[..., Any]] = {
         "experts": _experts_fake,
         "experts_backward": _experts_backward_fake,
         "moe": _moe_fake,
     }
     for device in _KERNEL_KEYS:
-        _LIBRARY.impl("experts", _as_kernel(_EXPERTS_KERNELS[device]), device.upper())
+        _LIBRARY.impl("experts", _EXPERTS_KERNELS[device], device.upper())
         _LIBRARY.impl("experts_backward", _experts_backward_kernel, device.upper())
-        _LIBRARY.impl("moe", _as_kernel(_MOE_KERNELS[device]), device.upper())
+        _LIBRARY.impl("moe", _MOE_KERNELS[device], device.upper())
     for name, fake in fakes.items():
         _LIBRARY.impl(name, _other_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"perseus::{name}", fake, lib=_LIBRARY)

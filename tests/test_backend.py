@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import perseus_compile
-from perseus_compile import observe
+from perseus_compile import inductor, observe
 
 
 def tokens(count: int = 5) -> Tensor:
@@ -146,6 +146,21 @@ def test_layers_inside_activation_checkpointing_are_rewritten() -> None:
     (expected,) = torch.autograd.grad(checkpointed(x).sum(), x)
     torch.testing.assert_close(actual, expected)
     assert [layer.op for report in reports for layer in report.layers] == ["moe"]
+
+
+def test_inductor_calls_the_whole_layer_where_it_does_not_take_it_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where one op is one launch."""
+    from torch._inductor.utils import run_and_get_code
+
+    layer = BatchedMM()
+    expected = layer(tokens())
+    for devices, op in (("cpu",), "perseus.experts.default"), ((), "perseus.moe.default"):
+        torch._dynamo.reset()
+        monkeypatch.setattr(inductor, "_DECOMPOSED_DEVICES", devices)
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+            actual, (code,) = run_and_get_code(torch.compile(layer, backend=perseus_compile.perseus), tokens())
+        torch.testing.assert_close(actual, expected)
+        assert code.count(f"torch.ops.{op}(") == 1
 
 
 @pytest.mark.parametrize("mode", ("reduce-overhead", "max-autotune-no-cudagraphs"))

@@ -86,9 +86,10 @@ is not 0 once a kernel has written it. driver: the library of the CUDA driver. E
         m, "KernelLauncher",
         R"(One call site of a CUDA kernel: launches it with the addresses that change from call to call.
 
-function, context: the driver's handles. params: bytes of the first kernel parameter; tensor maps of BF16 tensors (128-byte swizzle) are
-the parameters after it. Addresses are given as (base, offset in bytes): the bases are the num_addresses addresses of a
-launch, then the control block of its stream (num_addresses), then zero (num_addresses + 1).
+function, context: the driver's handles. params: bytes of the first kernel parameter; tensor maps of BF16 tensors
+(128-byte swizzle) are the parameters after it. Addresses are given as (base, offset in bytes): the bases are the
+num_addresses addresses of a launch, then the control block of its stream (num_addresses), then zero
+(num_addresses + 1).
 patches: (byte of params, base, offset); an address is written there at every launch.
 tensor_maps: (base, offset, sizes, strides in bytes, box), innermost axis first; encoded again when the address changes.
 Threads may launch at the same time. Errors of the driver are LaunchError.)")

@@ -6,12 +6,12 @@
 #include <array>
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "host/check.hpp"
 
 namespace perseus::host {
 
@@ -122,17 +122,16 @@ private:
         if (result == 0) return;
         const char* reason = nullptr;
         error_string_(result, &reason);
-        std::ostringstream text;
-        (text << ... << what);
-        text << " must succeed, got CUDA error " << result << " (" << (reason ? reason : "unknown error")
-             << "); look for the first CUDA error of this process: CUDA_LAUNCH_BLOCKING=1 names the call it comes from";
-        throw DriverError(text.str());
+        throw DriverError(
+            (text_of(what) + ...) + " must succeed, got CUDA error " + text_of(result) + " (" +
+            (reason ? reason : "unknown error") +
+            "); look for the first CUDA error of this process: CUDA_LAUNCH_BLOCKING=1 names the call it comes from");
     }
 
     template <typename Number>
     static std::string list(const std::vector<Number>& numbers) {
         std::string text;
-        for (const Number number : numbers) text += (text.empty() ? "[" : ", ") + std::to_string(number);
+        for (const Number number : numbers) text += (text.empty() ? "[" : ", ") + text_of(number);
         return text + "]";
     }
 

@@ -120,39 +120,48 @@ PERSEUS_TARGET void dot_pack(const T* const* rows, int64_t num_rows, int64_t dep
     }
 }
 
-// kRows rows times kOuts weight rows. kChains sums per output hide the latency of the adds.
+// One step along depth of a tile: kRows rows times kOuts weight rows.
+template <typename T, int kRows, int kOuts>
+PERSEUS_INLINE void dot_step(const T* panel_step, const T* weight_step, int64_t ldw, Floats (&sums)[kRows][kOuts]) {
+    // About one memory latency at full bandwidth.
+    constexpr int kPrefetchBytes = 8192;
+    Dot<T> weights[kOuts];
+#pragma GCC unroll 2
+    for (int n = 0; n < kOuts; ++n) {
+        weights[n].load(weight_step + n * ldw);
+        __builtin_prefetch(reinterpret_cast<const char*>(weight_step + n * ldw) + kPrefetchBytes);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+        Dot<T> row;
+        row.load(panel_step + m * Dot<T>::kCount);
+#pragma GCC unroll 2
+        for (int n = 0; n < kOuts; ++n) Dot<T>::dot(sums[m][n], row, weights[n]);
+    }
+}
+
+// kRows rows times kOuts weight rows. kChains independent sums per output hide the latency of the adds.
 //   weight: [kOuts, depth], row stride ldw.  out: [kRows, kOuts], row stride ldo.
 template <typename T, int kRows, int kOuts, int kChains>
 PERSEUS_INLINE void dot_tile(const T* panel, const T* weight, int64_t ldw, int64_t depth, T* out, int64_t ldo) {
     constexpr int kStep = Dot<T>::kCount;
-    // About one memory latency at full bandwidth.
-    constexpr int kPrefetchBytes = 8192;
-    Floats sums[kRows][kOuts][kChains] = {};
+    Floats sums[kChains][kRows][kOuts] = {};
     int64_t k = 0;
     while (k + kStep * kChains <= depth) {
 #pragma GCC unroll 2
         for (int chain = 0; chain < kChains; ++chain, k += kStep) {
-            Dot<T> weights[kOuts];
-#pragma GCC unroll 2
-            for (int n = 0; n < kOuts; ++n) {
-                weights[n].load(weight + n * ldw + k);
-                __builtin_prefetch(reinterpret_cast<const char*>(weight + n * ldw + k) + kPrefetchBytes);
-            }
-#pragma GCC unroll 8
-            for (int m = 0; m < kRows; ++m) {
-                Dot<T> row;
-                row.load(panel + k * kRows + m * kStep);
-#pragma GCC unroll 2
-                for (int n = 0; n < kOuts; ++n) Dot<T>::dot(sums[m][n][chain], row, weights[n]);
-            }
+            dot_step<T, kRows, kOuts>(panel + k * kRows, weight + k, ldw, sums[chain]);
         }
+    }
+    for (; k + kStep <= depth; k += kStep) {
+        dot_step<T, kRows, kOuts>(panel + k * kRows, weight + k, ldw, sums[0]);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 2
         for (int n = 0; n < kOuts; ++n) {
-            Floats total = sums[m][n][0];
-            for (int chain = 1; chain < kChains; ++chain) total += sums[m][n][chain];
+            Floats total = sums[0][m][n];
+            for (int chain = 1; chain < kChains; ++chain) total += sums[chain][m][n];
             float sum = sum_lanes(total);
             for (int64_t i = k; i < depth; ++i) {
                 sum += widen(panel[dot_panel_index<T>(kRows, depth, m, i)]) * widen(weight[n * ldw + i]);

@@ -20,9 +20,9 @@
 
 namespace perseus::host {
 
-// Blocks of words that are zero between launches, and the record of the first deadline that expired. Launches that share
-// a block must be ordered: those of one stream, or those that one graph capture took from one stream. A graph is never
-// known to be dead, so no block is given back.
+// Blocks of words that are zero between launches, and the record of the first deadline that expired. Launches that
+// share a block must be ordered: those of one stream, or those that one graph capture took from one stream. A graph is
+// never known to be dead, so no block is given back.
 class ControlBlocks {
 public:
     ControlBlocks(uintptr_t words, size_t stride_bytes, size_t capacity, uintptr_t error, const std::string& driver)

@@ -18,7 +18,7 @@ from rich.table import Table
 from perseus_compile.cli.console import errors, results
 from perseus_compile.cli.models import DType, require_transformers
 from perseus_compile.testing import bench_rows, moe_cases
-from perseus_compile.testing.bench_rows import Row
+from perseus_compile.testing.bench_rows import Row, WrongResult
 from perseus_compile.testing.conditions import conditions
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -49,6 +49,7 @@ def moe_layer(
     counts = [int(count) for count in tokens.split(",")] if tokens else moe_cases.TOKENS[where.type]
     names = dtypes.split(",") if dtypes else moe_cases.DTYPES[where.type]
     say = _clock()
+    wrong: list[str] = []
     for dtype in (DType(name).torch_dtype for name in names):
         if where.type == "cuda" and len(chosen) * len(counts) > 1:
             say(f"compiling {len(chosen) * len(counts)} cells ahead")
@@ -57,13 +58,18 @@ def moe_layer(
             layer = MoELayer(case, dtype, where)
             cells = []
             for count in counts:
-                cell = bench_moe.measure(layer, count, rounds=rounds, with_inductor=inductor, commit=commit)
+                try:
+                    cell = bench_moe.measure(layer, count, rounds=rounds, with_inductor=inductor, commit=commit)
+                except WrongResult as error:
+                    wrong.append(f"{case.name}: {error}")
+                    continue
                 bench_rows.append(out, cell)
                 cells.append(cell)
                 times = ", ".join(f"{row['part']}/{row['impl']} {row['ms_p50']:.4g}" for row in cell)
                 say(f"{case.name} T={count}: {times} ms")
-            results().print(_moe_table(cells))
-    _say_where(out)
+            if cells:
+                results().print(_moe_table(cells))
+    _finish(out, wrong)
 
 
 @app.command("e2e")
@@ -79,6 +85,7 @@ def end_to_end(
     from perseus_compile.testing import bench_e2e
 
     where, say = _device(device), _clock()
+    wrong: list[str] = []
     model = bench_e2e.random_model(bench_e2e.QWEN3_30B, num_layers=layers, device=where)
     say("the model is made")
     exact = bench_e2e.exact_logits(model, bench_e2e.WORKLOADS)
@@ -87,12 +94,16 @@ def end_to_end(
     for heading in ("workload", "tokens", "contestant", "median", "p20 - p80", "over best Inductor", "first call s"):
         table.add_column(heading)
     for workload in bench_e2e.WORKLOADS:
-        rows = bench_e2e.measure(
-            *(model, f"qwen3_30b_{layers}_layers", workload, exact[workload]),
-            rounds=rounds,
-            with_graphs=where.type == "cuda",
-            commit=commit,
-        )
+        try:
+            rows = bench_e2e.measure(
+                *(model, f"qwen3_30b_{layers}_layers", workload, exact[workload]),
+                rounds=rounds,
+                with_graphs=where.type == "cuda",
+                commit=commit,
+            )
+        except WrongResult as error:
+            wrong.append(f"{workload.name}, {workload.tokens} tokens: {error}")
+            continue
         bench_rows.append(out, rows)
         say(f"{workload.name}, {workload.tokens} tokens: done")
         best = min(row["ms_p50"] for row in rows if row["impl"] in bench_e2e.BASELINES)
@@ -103,7 +114,7 @@ def end_to_end(
             )
         table.add_section()
     results().print(table)
-    _say_where(out)
+    _finish(out, wrong)
 
 
 @app.command("compile")
@@ -134,7 +145,7 @@ def compile_time(
         table.add_row(row["part"], *seconds, f"{row['share_of_inductor']:.1%}")
     results().print(table)
     bench_rows.append(out, rows)
-    _say_where(out)
+    _finish(out, wrong=[])
 
 
 def _device(name: str | None) -> torch.device:
@@ -185,8 +196,17 @@ def _spread(row: Row) -> str:
 def _clock() -> Callable[[str], None]:
     """Prints progress with the seconds since now."""
     start = time.perf_counter()
-    return lambda message: errors.print(f"[dim]{time.perf_counter() - start:6.1f} s  {message}[/dim]", highlight=False)
+
+    def say(message: str) -> None:
+        errors.print(f"[dim]{time.perf_counter() - start:6.1f} s  {message}[/dim]", highlight=False, soft_wrap=True)
+
+    return say
 
 
-def _say_where(out: Path) -> None:
+def _finish(out: Path, wrong: Sequence[str]) -> None:
+    """Says where the rows are, and fails if a contestant was wrong."""
     errors.print(f"[dim]rows appended to {out}[/dim]", highlight=False)
+    for message in wrong:
+        errors.print(f"[red]not measured:[/red] {message}", highlight=False, soft_wrap=True)
+    if wrong:
+        raise typer.Exit(1)

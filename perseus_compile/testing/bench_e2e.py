@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 from perseus_compile import observe
 from perseus_compile.backend import perseus
 from perseus_compile.testing import cpu_timing, cuda_timing
-from perseus_compile.testing.bench_rows import Row, row
+from perseus_compile.testing.bench_rows import Row, WrongResult, row
 from perseus_compile.testing.conditions import conditions
 from perseus_compile.testing.models import config_for, random_causal_lm
 
@@ -171,7 +171,7 @@ def measure(
         commit: see ``conditions``.
 
     Raises:
-        AssertionError: a contestant is farther from float32 than rounding explains, or perseus did not rewrite every
+        WrongResult: a contestant is farther from float32 than rounding explains, or perseus did not rewrite every
             layer.
     """
     call = Call(model, workload)
@@ -185,9 +185,11 @@ def measure(
         more[impl] = {"first_call_s": seconds, "cudagraph_skips": counters["inductor"]["cudagraph_skips"] - skips}
         num_rewritten = sum(len(report.layers) for report in reports)
         wanted = model.config.num_hidden_layers if impl.startswith("perseus") else 0
-        assert num_rewritten == wanted, f"{impl}: perseus must rewrite {wanted} layers, got {num_rewritten}"
-        error = median_error(call.checked_logits(function), exact_NV)
-        assert error <= _ERROR_FACTOR * own_error, f"{impl}: error {error:.2g}, eager's own is {own_error:.2g}"
+        if num_rewritten != wanted:
+            raise WrongResult(f"{impl}: perseus must rewrite {wanted} layers, got {num_rewritten}")
+        error, limit = median_error(call.checked_logits(function), exact_NV), _ERROR_FACTOR * own_error
+        if not error <= limit:
+            raise WrongResult(f"{impl} must be within {limit:.2g} of float32, its error is {error:.2g}")
     contestants = {impl: call.bound(function) for impl, function in functions.items()}
     clock_mhz = None
     if model.device.type == "cuda":
@@ -220,7 +222,7 @@ def _compiled(with_graphs: bool) -> dict[str, Function]:
     # Dynamo about helpers of transformers that are cached by version number; tracing through them is harmless.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
     static: dict[str, Any] = {"dynamic": False, "fullgraph": True}
-    functions = {
+    functions: dict[str, Function] = {
         "inductor": torch.compile(forward, **static),
         "perseus": torch.compile(forward, backend=perseus, **static),
     }

@@ -76,7 +76,8 @@ def measure(case: Case, num_tokens: int, *, rounds: int = 100, commit: str | Non
 def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
     experts, router = _random_tensors(case, num_tokens)
     x_TD, ids_TK, weights_TK = experts[:3]
-    numbers = case.experts.as_kwargs()
+    numbers = tuple(case.experts.as_kwargs().values())
+    experts_args = (*experts, *numbers)
     routing = RoutingSpec(
         routing="softmax_topk",
         top_k=case.top_k,
@@ -85,6 +86,7 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         score_dtype=torch.float32,
         weights_dtype=torch.float32,
     )
+    moe_args = (x_TD, router, None, None, *experts[3:], *routing.as_kwargs().values(), *numbers)
     plan = fused_experts.make_plan(experts, case.experts)
     assert plan.kernel is not None and plan.prepared is not None, plan.reason
     kernel, prepared = plan.kernel, plan.prepared
@@ -92,7 +94,7 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
     out_TD = torch.empty_like(x_TD)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
     addresses = [one.data_ptr() for one in (x_TD, ids_TK, weights_TK, out_TD, workspace)]
-    hashable = {**numbers, "activation_params": tuple(numbers["activation_params"])}
+    hashable = ops._hashable(numbers)
 
     def allocate() -> None:
         torch.empty_like(x_TD, memory_format=torch.contiguous_format)
@@ -103,9 +105,9 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         "allocate": allocate,
         "run": lambda: kernel.run(prepared, x_TD, ids_TK, weights_TK),
         "site": lambda: ops._experts_sites.find(call_site(experts[:3], experts[3:], hashable)),
-        "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts, **numbers),
-        "experts": lambda: torch.ops.perseus.experts(*experts, **numbers),
-        "moe": lambda: torch.ops.perseus.moe(x_TD, router, None, None, *experts[3:], **routing.as_kwargs(), **numbers),
+        "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts_args),
+        "experts": lambda: torch.ops.perseus.experts(*experts_args),
+        "moe": lambda: torch.ops.perseus.moe(*moe_args),
     }
 
 

@@ -17,6 +17,10 @@ FIELDS = (
 )
 
 
+class WrongResult(AssertionError):
+    """A contestant does not compute what it is measured for; it has no time."""
+
+
 def row(
     bench: str,
     case: str,

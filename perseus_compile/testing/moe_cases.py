@@ -18,12 +18,7 @@ DTYPES = {"cuda": ("bfloat16",), "cpu": ("bfloat16", "float32")}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One MoE layer.
-
-    Attributes:
-        model_type: the Hugging Face architecture whose block is measured.
-        config: fields of its configuration by their own names: D, F, E, K and whether the weights are renormalised.
-    """
+    """One MoE layer: the block of the Hugging Face architecture ``model_type``, with D, F, E and K."""
 
     name: str
     model_type: str
@@ -34,7 +29,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration fields; a configuration keeps names that it does not know and never reads them."""
+        """Fields of the architecture's configuration, which keeps names that it does not know and never reads them."""
         return {
             "hidden_size": self.model_width,
             "intermediate_size": self.expert_width,

@@ -6,6 +6,7 @@ Axes: B sequences (1), T tokens, K choices per token, E experts, D model width, 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ class MoELayer(nn.Module):
         super().__init__()
         config = config_for(case.model_type, num_layers=1, **case.config)
         model = random_causal_lm(config, dtype=dtype, device=device, implementation=implementation)
-        self.block: nn.Module = model.model.layers[0].mlp
+        self.block: Any = model.model.layers[0].mlp
         self.case = case
         self.spec = case.experts
 
@@ -42,7 +43,7 @@ class MoELayer(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
     @property
-    def router(self) -> nn.Module:
+    def router(self) -> Any:
         return next(child for child in self.block.children() if child is not self.block.experts)
 
     @property
@@ -77,7 +78,6 @@ def inputs(layer: MoELayer, num_tokens: int) -> tuple[Tensor, Tensor]:
 def expected(layer: MoELayer, x_BTD: Tensor, samples_S: Tensor) -> Tensor:
     """The output [S, D] of the sampled tokens: the block's own routing, the experts in float32."""
     ids_TK, weights_TK = layer.route(x_BTD)
-    weights = [None if tensor is None else tensor.float() for tensor in layer.weights]
-    x_SD = x_BTD[0, samples_S].float()
-    numbers = layer.spec.as_kwargs()
-    return reference.experts(x_SD, ids_TK[samples_S], weights_TK[samples_S].float(), *weights, **numbers)
+    routed = ids_TK[samples_S], weights_TK[samples_S].float()
+    weights: Any = (None if tensor is None else tensor.float() for tensor in layer.weights)
+    return reference.experts(x_BTD[0, samples_S].float(), *routed, *weights, **layer.spec.as_kwargs())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from perseus_compile.testing import bench_compile, bench_e2e, bench_moe, cpu_timing, cuda_timing
+from perseus_compile.testing.bench_rows import WrongResult
 from perseus_compile.testing.models import small_sizes
 from perseus_compile.testing.moe_cases import Case
 from perseus_compile.testing.moe_layer import MoELayer, expected, inputs
@@ -62,32 +65,62 @@ def test_moe_on_a_cpu(dtype: torch.dtype) -> None:
     assert bench_moe.ratios(rows)["best_inductor"] > 0
 
 
+@pytest.mark.parametrize("model_type", ("qwen3_moe", "gpt_oss"))
+@torch.no_grad()
+def test_contestants_of_a_gpu_agree(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their calls, without graphs, on a CPU."""
+    layer = MoELayer(tiny(model_type), torch.bfloat16, CPU)
+    x_BTD, samples_S = inputs(layer, 9)
+    monkeypatch.setattr(cuda_timing, "capture", lambda function: function)
+    monkeypatch.setattr(bench_moe, "_compiled", lambda layer, with_inductor: {"perseus": layer, "inductor": layer})
+    contestants = bench_moe._on_cuda(layer, x_BTD, with_inductor=True)
+    assert len(contestants) == 6
+    for contestant in contestants.values():
+        actual_SD = contestant().reshape(9, -1)[samples_S].float()
+        torch.testing.assert_close(actual_SD, expected(layer, x_BTD, samples_S), rtol=0.03, atol=0.03)
+
+
 def test_a_wrong_contestant_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MoELayer(tiny(), torch.bfloat16, CPU)
     monkeypatch.setattr(
         bench_moe, "_compiled", lambda layer, with_inductor: {"perseus": lambda x_BTD: 1.05 * layer(x_BTD)}
     )
-    with pytest.raises(AssertionError, match=r"layer/perseus at T=3: relative error 0\.0"):
+    with pytest.raises(WrongResult, match=r"layer/perseus at T=3 must be within .* its error is 0\.0[45]"):
         bench_moe.measure(layer, 3, rounds=1, with_inductor=False)
 
 
 def test_a_layer_that_was_not_rewritten_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = MoELayer(tiny(), torch.bfloat16, CPU)
     monkeypatch.setattr(bench_moe, "_compiled", lambda layer, with_inductor: {"perseus": layer})
-    with pytest.raises(AssertionError, match="not rewritten"):
+    with pytest.raises(WrongResult, match="perseus must rewrite the layer"):
         bench_moe.measure(layer, 3, rounds=1, with_inductor=False)
 
 
+_COMPILE_AHEAD = """
+from perseus_compile.testing import bench_moe
+from perseus_compile.testing.moe_cases import Case
+from perseus_compile.testing.moe_layer import MoELayer
+import torch
+from torch._dynamo.utils import counters
+
+case = Case(name="tiny", model_type="qwen3_moe", model_width=64, expert_width=32, num_experts=8, top_k=2)
+cpu = torch.device("cpu")
+bench_moe.compile_ahead([case], [5], torch.bfloat16, cpu, with_inductor=False)
+assert not counters["aot_autograd"]
+bench_moe.measure(MoELayer(case, torch.bfloat16, cpu), 5, rounds=1, with_inductor=False)
+found = counters["aot_autograd"]
+print(found["autograd_cache_hit"], found["autograd_cache_miss"])
+"""
+
+
 @pytest.mark.slow
-def test_compiling_ahead_fills_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    case = tiny()
-    bench_moe.compile_ahead([case], [3, 5], torch.bfloat16, CPU, with_inductor=True)
-    counters.clear()
-    bench_moe.measure(MoELayer(case, torch.bfloat16, CPU), 5, rounds=1)
-    hits = counters["aot_autograd"]["autograd_cache_hit"]
-    # batched_mm is a contestant of CPUs alone and not compiled ahead.
-    assert (hits, counters["aot_autograd"]["autograd_cache_miss"]) == (2, 1)
+def test_compiling_ahead_fills_the_caches(tmp_path: Path) -> None:
+    """In a process of its own, since torch's cache keys depend on what was imported first, here by pytest."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _COMPILE_AHEAD]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["1", "0"], "hits and misses"
 
 
 @pytest.mark.slow
@@ -126,7 +159,7 @@ def test_a_wrong_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.1 * bench_e2e.forward(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_e2e, "_compiled", lambda with_graphs: {"inductor": wrong})
-    with pytest.raises(AssertionError, match=r"inductor: error 0\.1"):
+    with pytest.raises(WrongResult, match=r"inductor must be within .* its error is 0\.1"):
         bench_e2e.measure(model, "tiny", workload, exact[workload], rounds=1, with_graphs=False)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from perseus_compile import cli
 from perseus_compile.testing import bench_compile, bench_e2e, bench_moe, moe_cases, moe_layer
-from perseus_compile.testing.bench_rows import FIELDS, row
+from perseus_compile.testing.bench_rows import FIELDS, WrongResult, row
 
 
 def run(out: Path, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
@@ -53,6 +53,22 @@ def test_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "0.50",
         "0.50",
     ]
+
+
+def test_a_wrong_contestant_fails_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+
+    def measure(layer: Any, num_tokens: int, **_: Any) -> list[dict[str, Any]]:
+        measured.append(num_tokens)
+        raise WrongResult(f"wrong at {num_tokens}")
+
+    monkeypatch.setattr(moe_layer, "MoELayer", lambda *_: None)
+    monkeypatch.setattr(bench_moe, "measure", measure)
+    arguments = ["bench", "moe", "--device", "cpu", "--tokens", "1,16", "--dtypes", "float32"]
+    result = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path / "rows.jsonl")])
+    assert result.exit_code == 1
+    assert measured == [1, 16]
+    assert "not measured: small: wrong at 16" in result.output
 
 
 def test_e2e(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from perseus_compile import fused_experts, grouped, launch_cuda, ops, reference
 from perseus_compile.call_sites import CallSites, call_site
 from perseus_compile.errors import LaunchError, UnsupportedMoE
+from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit import driver
 
 NUMBERS = {
@@ -66,10 +67,10 @@ class Roads:
         self.entered: list[torch.device] = []
 
     def experts(self, tensors: list[Any], **changes: Any) -> Tensor:
-        return ops._experts_on_cuda(tensors, {**NUMBERS, **changes})
+        return ops._experts_on_cuda(*tensors, *{**NUMBERS, **changes}.values())
 
     def moe(self, tensors: list[Any], **changes: Any) -> Tensor:
-        return ops._moe_on_cuda(tensors, {**ROUTER_NUMBERS, **NUMBERS, **changes})
+        return ops._moe_on_cuda(*tensors, *{**ROUTER_NUMBERS, **NUMBERS, **changes}.values())
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_other_calls_have_plans_of_their_own(roads: Roads, tensors: dict[str, An
     roads.experts(_BASE)
     roads.experts(changed, **numbers)
     assert roads.num_plans == 2
-    assert torch.equal(actual, grouped.forward(*changed, ops._experts_spec(**{**NUMBERS, **numbers})))
+    assert torch.equal(actual, grouped.forward(*changed, ops._experts_spec(tuple({**NUMBERS, **numbers}.values()))))
 
 
 def test_what_is_not_legal_is_refused_each_time_and_not_kept(roads: Roads) -> None:
@@ -256,9 +257,18 @@ def test_many_threads_may_plan_at_once() -> None:
     assert not wrong and len(sites._plans) == 10
 
 
+@pytest.mark.parametrize(("op", "specs"), [("experts", (ExpertsSpec,)), ("moe", (RoutingSpec, ExpertsSpec))])
+def test_numbers_come_in_the_order_of_the_specs(op: str, specs: Any) -> None:
+    arguments = getattr(torch.ops.perseus, op).default._schema.arguments
+    numbers = [one.name for one in arguments if "Tensor" not in str(one.type)]
+    assert numbers == [name for spec in specs for name in spec.__dataclass_fields__]
+    assert [one.name for one in arguments][-len(numbers) :] == numbers
+    assert not any(one.kwarg_only for one in arguments), "costs .4 us each"
+
+
 def test_sites_hold_no_tensor() -> None:
     tensors = _tensors()
-    numbers = {**NUMBERS, "activation_params": (1.5, 7.0)}
+    numbers = ("silu", (1.5, 7.0), 4)
     site = call_site(tensors[:3], tensors[3:], numbers)
     assert hash(site) == hash(call_site(tensors[:3], tensors[3:], numbers))
 

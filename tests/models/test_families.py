@@ -6,13 +6,12 @@ import copy
 
 import pytest
 import torch
+from closeness import ERROR_FACTOR, float64_copy, gradients_by_group, token_ids
 
 import perseus_compile
 from perseus_compile import observe
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
 
-# A compiled model may be this much farther from float64 than eager is; both round in the same dtype.
-ERROR_FACTOR = 1.5
 # Errors below this many units in the last place of the largest value are noise, where a ratio says nothing.
 NOISE_ULPS = 4
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
@@ -24,20 +23,10 @@ def moe_layers(model_type: str, num_layers: int) -> int:
     return num_layers - 1 if model_type in ("deepseek_v3", "glm4_moe") else num_layers
 
 
-def token_ids(num_tokens: int, batch: int = 2) -> torch.Tensor:
-    return torch.randint(0, 100, (batch, num_tokens), generator=torch.Generator().manual_seed(1))
-
-
 def compiled_copy(model: torch.nn.Module, **options: object) -> torch.nn.Module:
     compiled = copy.deepcopy(model)
     compiled.compile(backend=perseus_compile.perseus, dynamic=True, fullgraph=True, options=options)
     return compiled
-
-
-def float64_copy(model: torch.nn.Module) -> torch.nn.Module:
-    exact = copy.deepcopy(model).double()
-    exact.set_experts_implementation("batched_mm")  # torch's grouped GEMM has no float64
-    return exact
 
 
 def rewritten_ops(reports: list[observe.GraphReport]) -> list[str]:
@@ -45,7 +34,9 @@ def rewritten_ops(reports: list[observe.GraphReport]) -> list[str]:
     return [layer.op for report in reports for layer in report.layers]
 
 
-def assert_as_close(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str) -> None:
+def assert_as_close(
+    actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str, dtype: torch.dtype
+) -> None:
     """The error of ``actual`` against float64 is at most ERROR_FACTOR times eager's own.
 
     In bfloat16 by medians: ties in a router make single tokens of eager itself differ by as much as their size.
@@ -53,10 +44,10 @@ def assert_as_close(actual: torch.Tensor, eager: torch.Tensor, exact: torch.Tens
 
     def measure(value: torch.Tensor) -> torch.Tensor:
         difference = (value.double() - exact).abs()
-        return difference.median() if eager.dtype == torch.bfloat16 else difference.square().mean().sqrt()
+        return difference.median() if dtype == torch.bfloat16 else difference.square().mean().sqrt()
 
     error, own = measure(actual), measure(eager)
-    noise = NOISE_ULPS * torch.finfo(eager.dtype).eps * exact.abs().max()
+    noise = NOISE_ULPS * torch.finfo(dtype).eps * exact.abs().max()
     assert error <= ERROR_FACTOR * own or error <= noise, f"{what}: error {error:.3g}, eager's own {own:.3g}"
 
 
@@ -68,22 +59,20 @@ def test_logits_and_gradients(model_type: str, implementation: str, dtype: torch
     exact = float64_copy(model)
     with observe.collect() as reports:
         compiled = compiled_copy(model, inner="aot_eager")
-        results = [_logits_and_gradients(each) for each in (compiled, model, exact)]
+        logits, eager_logits, exact_logits = (_train_step(each) for each in (compiled, model, exact))
     assert rewritten_ops(reports) == ["moe"] * moe_layers(model_type, 2)
-    (logits, gradients), (eager_logits, eager_gradients), (exact_logits, exact_gradients) = results
-    assert_as_close(logits, eager_logits, exact_logits, "logits")
-    assert gradients.keys() == eager_gradients.keys() == exact_gradients.keys()
-    for name, gradient in gradients.items():
-        assert_as_close(gradient, eager_gradients[name], exact_gradients[name], name)
+    assert_as_close(logits, eager_logits, exact_logits, "logits", dtype)
+    for name, gradients in gradients_by_group(compiled, model, exact).items():
+        assert_as_close(*gradients, name, dtype)
 
 
-def _logits_and_gradients(model: torch.nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _train_step(model: torch.nn.Module) -> torch.Tensor:
+    """The logits; gradients are left in the model."""
     model.train()
     ids = token_ids(16)
     output = model(ids, labels=ids, use_cache=False)
     output.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return output.logits.detach(), gradients
+    return output.logits.detach()
 
 
 @pytest.mark.parametrize("num_layers", (1, 2, 5))
@@ -115,4 +104,4 @@ def test_under_inductor(model_type: str, dtype: torch.dtype) -> None:
         eager = model(token_ids(16), use_cache=False).logits
         exact = float64_copy(model)(token_ids(16), use_cache=False).logits
     assert rewritten_ops(reports) == ["moe", "moe"]
-    assert_as_close(logits, eager, exact, "logits")
+    assert_as_close(logits, eager, exact, "logits", dtype)

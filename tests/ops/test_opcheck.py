@@ -109,6 +109,19 @@ def test_moe_in_bfloat16() -> None:
     check(OPS.moe.default, *moe_call("softmax_topk", make_case(**CASES["bfloat16"])))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("grads", (False, True), ids=("no grad", "grad"))
+@pytest.mark.parametrize("name", ("experts", "moe"))
+def test_on_cuda(name: str, grads: bool) -> None:
+    case = make_case(dtype=torch.bfloat16, weights_dtype=torch.float32, width=24, inner=16)
+    tensors, numbers = moe_call("softmax_topk", case) if name == "moe" else (list(case.tensors), case.numbers)
+    on_gpu = [None if tensor is None else tensor.cuda() for tensor in tensors]
+    for tensor in on_gpu:
+        if tensor is not None and tensor.is_floating_point():
+            tensor.requires_grad_(grads)
+    check(getattr(OPS, name).default, on_gpu, numbers)
+
+
 def calls(num_tokens: int) -> dict[str, tuple[Any, list[Tensor | None], dict[str, Any]]]:
     case = make_case(num_tokens=num_tokens)
     backward = {**case.numbers, "needs_grad": [True] * 6}

@@ -1,8 +1,8 @@
 // Which experts does a token choose, and with which weights? A router after its logits, one warp per token.
 //
 // Meaning as perseus_compile/routing.py: scores in float32, choice by score (+ correction bias, inside the best
-// groups), weights of the chosen, renormalised, rounded, scaled. A softmax keeps the order of its logits, so the choice is
-// made on them. Equal scores: the lower expert first. A NaN score counts as the largest, so that ids are valid and
+// groups), weights of the chosen, renormalised, rounded, scaled. A softmax keeps the order of its logits, so the choice
+// is made on them. Equal scores: the lower expert first. A NaN score counts as the largest, so that ids are valid and
 // distinct whatever comes in.
 #pragma once
 
@@ -56,7 +56,7 @@ public:
         if (params.routing == static_cast<u32>(Routing::kSigmoidTopk)) sigmoid();
     }
 
-    // Lane k < K gets the k-th chosen expert and its score.
+    // Lane k < K gets the k-th chosen expert and its score, or logit.
     PERSEUS_D void choose(u32& id, float& weight) {
         for (u32 k = 0; k < params_.top_k; ++k) {
             Candidate best;
@@ -151,7 +151,7 @@ private:
 
     const RouteParams& params_;
     float score_[kPerLane];  // logits, or their sigmoids
-    u32 rank_[kPerLane];  // of the score, or of the score with its correction; 0: no such expert, or chosen already
+    u32 rank_[kPerLane];     // of the score, or of the score with its correction; 0: no such expert, or chosen already
 };
 
 PERSEUS_D float rounded(const RouteParams& params, float value) {

@@ -1,7 +1,7 @@
 // How does a MoE launch choose the experts of its own tokens? Logits by claimed products, then one warp per token.
 //
 // Once the logits are there, at most as many tokens as a CTA has warps are routed by every CTA for itself, which saves
-// telling the others. More tokens are routed once, in claimed runs, and all CTAs wait until every token has its choices.
+// telling the others. More tokens are routed once, in claimed runs, and all CTAs wait until each token has its choices.
 #pragma once
 
 #include "perseus/common/cta.cuh"
@@ -11,8 +11,8 @@
 
 namespace perseus {
 
-// Not inlined, so that its warm-up and its use run the same instructions. Code for 32 * kPerLane experts; unrolled loops
-// over a lane's experts keep their scores in registers.
+// Not inlined, so that its warm-up and its use run the same instructions. Code for 32 * kPerLane experts, since only
+// unrolled loops over a lane's experts keep their scores in registers.
 __device__ __noinline__ void route_any_token(const RouteParams& params, RouteArrays arrays, u32 token,
                                              RouteResult result) {
     const u32 per_lane = ceil_div(params.num_experts, 32u);

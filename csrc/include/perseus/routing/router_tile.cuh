@@ -1,9 +1,9 @@
-// How do x and the router's weights become logits? One mma's worth of tokens and experts at a time, all warps of the CTA.
+// How do x and the router's weights become logits? One mma's worth of tokens and experts at a time, by a whole CTA.
 //
-// The summed axis is shared among the warps, so each reads its operands straight into registers, once, and shared memory
-// only adds up the warps' sums. A step is 32 values of D: the four lanes of a row read 16 bytes each. Which values of D a
-// register holds then differs from what the instruction says, but alike for both operands, and a sum has no order that
-// matters here. It is the same order in every run.
+// The summed axis is shared among the warps, so each reads its operands straight into registers, once, and shared
+// memory only adds up the warps' sums. A step is 32 values of D: the four lanes of a row read 16 bytes each. Which
+// values of D a register holds then differs from what the instruction says, but alike for both operands, and a sum has
+// no order that matters here. It is the same order in every run.
 #pragma once
 
 #include "perseus/common/params.cuh"
@@ -29,8 +29,8 @@ public:
         const u32 token = product.first_token + row;
         const u32 expert = product.first_expert + column;
         const bool stores = row < kRouterTokens && token < params_.num_tokens && expert < params_.route.num_experts;
-        const auto* bias = static_cast<const u16*>(params_.router_bias);
-        float logit = stores && bias != nullptr ? ptx::bf16_value(__ldg(bias + expert)) : 0.0f;
+        const auto* bias_of = static_cast<const u16*>(params_.router_bias);
+        const float bias = stores && bias_of != nullptr ? ptx::bf16_value(__ldg(bias_of + expert)) : 0.0f;
         float sums[2][4] = {};  // two chains, so that an mma does not wait for the one before
         multiply(sums, product);
         store_partials(sums);
@@ -40,7 +40,7 @@ public:
 #pragma unroll
         for (u32 warp = 0; warp < kWarps; ++warp) sum += partial(warp, row, column);
         static_cast<u16*>(params_.logits)[static_cast<u64>(token) * params_.route.num_experts + expert] =
-            static_cast<u16>(ptx::pack_bf16(sum + logit, 0.0f));
+            static_cast<u16>(ptx::pack_bf16(sum + bias, 0.0f));
     }
 
 private:

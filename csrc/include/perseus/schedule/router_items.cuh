@@ -1,7 +1,8 @@
 // How is the router of a call cut into items that CTAs claim? Pure arithmetic, host and device.
 //
 // First the products: a block of tokens times a tile of experts each. Then the choices: a run of tokens each, one warp
-// per token. Choices wait until all products are done; a product waits for nothing, so any number of resident CTAs ends.
+// per token. Choices wait until all products are done and a product waits for nothing, so any number of resident CTAs
+// ends.
 #pragma once
 
 #include "perseus/common/types.cuh"

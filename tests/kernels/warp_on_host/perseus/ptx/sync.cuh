@@ -1,4 +1,4 @@
-// What does device code of one warp need to run on a host? 32 threads and a barrier; stands in for perseus/ptx/sync.cuh.
+// What does device code of one warp need to run on a host? 32 threads and a barrier; instead of perseus/ptx/sync.cuh.
 #pragma once
 
 #include <barrier>

@@ -18,8 +18,8 @@ from perseus_compile import cuda_plan, grouped
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
-from perseus_compile.jit.moe_kernel import MoeKernel, Prepared
-from perseus_compile.jit.spec import VariantSpec, spec_for
+from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, Prepared
+from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for
 
 _log = logging.getLogger(__name__)
 MAX_EXPERTS = 1024  # the sort's counters are in shared memory
@@ -118,10 +118,10 @@ class Plan(NamedTuple):
     prepared: Prepared | None
     reason: str | None  # None: ``run`` has a result
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+    def run(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Tensor | None:
         """The output [T, D], fresh and contiguous; None where there is a ``reason``.
 
-        The device of the tensors must be the current one.
+        Ids and weights are None where the launch has a router. The device of the tensors must be the current one.
 
         Raises:
             PeerTimeout: an earlier launch on this device ran into its deadline.
@@ -132,8 +132,10 @@ class Plan(NamedTuple):
         return x_TD.new_zeros(x_TD.shape) if self.reason is None else None
 
 
-def make_plan(tensors: _Tensors, spec: ExpertsSpec) -> Plan:
+def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None = None) -> Plan:
     """The plan of calls with such tensors, given in schema order. Their device must be the current one.
+
+    With a ``router`` the launch computes ids and weights; those in ``tensors`` say their shape and dtype.
 
     Raises:
         LaunchError: the first call of a kernel comes inside a graph capture, or the driver refuses a weight.
@@ -149,13 +151,20 @@ def make_plan(tensors: _Tensors, spec: ExpertsSpec) -> Plan:
     _log.debug("%s", plan)
     if plan.tiles is None:
         return Plan(None, None, f"the plain path is {plan.reason}")
+    if router is not None and not TILE_CONFIGS[plan.tiles].may_route:
+        return Plan(None, None, f"a launch with tiles for many rows has no router, got {x_TD.shape[0]} tokens")
     variant = spec_for(
-        plan.tiles, weight_layout=spec.weight_layout, gate_layout=spec.gate_layout, activation=spec.activation
+        plan.tiles,
+        weight_layout=spec.weight_layout,
+        gate_layout=spec.gate_layout,
+        activation=spec.activation,
+        routes=router is not None,
     )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
         return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
-    return Plan(kernel, kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups), None)
+    prepared = kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups, router=router)
+    return Plan(kernel, prepared, None)
 
 
 def run_experts(

@@ -18,7 +18,7 @@ from torch import Tensor
 from perseus_compile import _C
 from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import RoutingSpec
-from perseus_compile.jit import compiler, driver
+from perseus_compile.jit import abi, compiler, driver
 
 _log = logging.getLogger(__name__)
 _ROUTINGS = ("softmax_topk", "topk_softmax", "sigmoid_topk")  # in the order of enum Routing
@@ -26,23 +26,7 @@ _MAX_TOP_K = 32
 MAX_EXPERTS = 1024
 _MAX_GROUPS = 32
 _TOKENS_PER_CTA = 4
-_ADDRESSES = ("logits", "correction_bias", "ids", "weights")
 _BASES = ("logits", "ids", "weights")  # what a launch brings, in this order
-_NUMBERS = (
-    *("num_tokens", "num_experts", "top_k", "routing", "logits_are_bf16", "renormalize", "round_to_bf16"),
-    *("num_groups", "topk_groups"),
-)
-
-
-class RouteParams(ctypes.Structure):
-    """Mirrors routing/route.cuh."""
-
-    _fields_ = [
-        *((name, ctypes.c_uint64) for name in _ADDRESSES),
-        *((name, ctypes.c_uint32) for name in _NUMBERS),
-        ("renormalize_eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-    ]
 
 
 def why_not(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: RoutingSpec) -> str | None:
@@ -75,10 +59,11 @@ def experts_of_a_lane(num_experts: int) -> int:
 
 
 def kernel_source(experts_per_lane: int) -> str:
+    num_bytes = ctypes.sizeof(abi.RouteKernelParams)
     return (
         f"#define PERSEUS_EXPERTS_PER_LANE {experts_per_lane}\n"
         '#include "perseus/routing/route.cuh"\n'
-        f'static_assert(sizeof(perseus::RouteParams) == {ctypes.sizeof(RouteParams)}, "as in fused_router.py");\n'
+        f'static_assert(sizeof(perseus::RouteKernelParams) == {num_bytes}, "as in abi.py");\n'
     )
 
 
@@ -108,6 +93,30 @@ def _load(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
     except (BuildError, LaunchError) as error:
         _log.warning("%s; routers run as torch ops", error)
         return None
+
+
+def route_params(
+    spec: RoutingSpec,
+    num_tokens: int,
+    num_experts: int,
+    logits_dtype: torch.dtype,
+    correction_bias_E: Tensor | None,
+) -> abi.RouteParams:
+    """All that a kernel must know of a router after the logits but the addresses of logits, ids and weights."""
+    return abi.RouteParams(
+        correction_bias=0 if correction_bias_E is None else correction_bias_E.data_ptr(),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=spec.top_k,
+        routing=_ROUTINGS.index(spec.routing),
+        logits_are_bf16=logits_dtype == torch.bfloat16,
+        renormalize=spec.renormalize,
+        round_to_bf16=spec.weights_dtype == torch.bfloat16,
+        num_groups=spec.num_groups,
+        topk_groups=spec.topk_groups,
+        renormalize_eps=spec.renormalize_eps,
+        scale=spec.routing_scale,
+    )
 
 
 class Route(NamedTuple):
@@ -154,22 +163,9 @@ def plan_route(logits_TE: Tensor, correction_bias_E: Tensor | None, spec: Routin
     kernel = _kernel(experts_of_a_lane(num_experts), logits_TE.device.index)
     if kernel is None:
         return None
-    params = RouteParams(
-        correction_bias=0 if correction_bias_E is None else correction_bias_E.data_ptr(),
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=spec.top_k,
-        routing=_ROUTINGS.index(spec.routing),
-        logits_are_bf16=logits_TE.dtype == torch.bfloat16,
-        renormalize=spec.renormalize,
-        round_to_bf16=spec.weights_dtype == torch.bfloat16,
-        num_groups=spec.num_groups,
-        topk_groups=spec.topk_groups,
-        renormalize_eps=spec.renormalize_eps,
-        scale=spec.routing_scale,
-    )
+    route = route_params(spec, num_tokens, num_experts, logits_TE.dtype, correction_bias_E)
     launcher = kernel.launcher(
-        params,
+        abi.RouteKernelParams(route=route),
         bases=_BASES,
         moving={name: driver.Place(name, 0) for name in _BASES},
         grid=-(-num_tokens // _TOKENS_PER_CTA),

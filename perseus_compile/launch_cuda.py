@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import fused_experts, fused_router, grouped, routing
+from . import fused_experts, fused_moe, fused_router, grouped, routing
 from .errors import UnsupportedMoE
 from .facts import ExpertsSpec, KernelSpec, RoutingSpec
 from .jit import driver
@@ -31,14 +31,14 @@ class CudaCall(NamedTuple):
     def forward(
         self,
         x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
+        ids_TK: Tensor | None,
+        weights_TK: Tensor | None,
         gate_up: Tensor,
         gate_up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
     ) -> Tensor:
-        """The output of ``perseus::experts``, [T, D], fresh and dense.
+        """The output, [T, D], fresh and dense. Ids and weights are None where the launch has a router.
 
         Raises:
             PeerTimeout: an earlier launch on this device ran into its deadline.
@@ -50,6 +50,7 @@ class CudaCall(NamedTuple):
         fused = self.plan.run(x_TD, ids_TK, weights_TK)
         if fused is not None:
             return fused
+        assert ids_TK is not None and weights_TK is not None, "a plan with a router has no reason"
         return grouped.forward(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, self.spec)
 
 
@@ -156,7 +157,7 @@ class CudaRouter(NamedTuple):
 class CudaMoe(NamedTuple):
     """A call site of ``perseus::moe``, checked and ready to run."""
 
-    router: CudaRouter
+    router: CudaRouter | None  # None: the launch of the experts has it
     experts: CudaCall
 
     @staticmethod
@@ -175,9 +176,13 @@ class CudaMoe(NamedTuple):
             UnsupportedMoE: neither the fused kernel nor the grouped GEMMs cover the experts.
             LaunchError: the first call of a kernel comes inside a graph capture, or the driver refuses a weight.
         """
+        router = fused_moe.Router(router_weight_ED, router_bias_E, correction_bias_E, routing)
         with torch.cuda.device(x_TD.device):
-            router, weights_TK, ids_TK = CudaRouter.plan(routing, x_TD, router_weight_ED, correction_bias_E)
-        return CudaMoe(router, experts.plan(x_TD, ids_TK, weights_TK, *expert_tensors))
+            whole = fused_moe.make_plan(router, x_TD, expert_tensors, experts.experts)
+            if whole.reason is None:
+                return CudaMoe(None, CudaCall(whole, experts.experts))
+            apart, weights_TK, ids_TK = CudaRouter.plan(routing, x_TD, router_weight_ED, correction_bias_E)
+        return CudaMoe(apart, experts.plan(x_TD, ids_TK, weights_TK, *expert_tensors))
 
     def forward(
         self,
@@ -196,5 +201,7 @@ class CudaMoe(NamedTuple):
         if not _is_current(x_TD):
             with torch.cuda.device(x_TD.device):
                 return self.forward(x_TD, router_weight_ED, router_bias_E, correction_bias_E, *expert_tensors)
+        if self.router is None:
+            return self.experts.forward(x_TD, None, None, *expert_tensors)
         weights_TK, ids_TK = self.router.run(x_TD, router_weight_ED, router_bias_E, correction_bias_E)
         return self.experts.forward(x_TD, ids_TK, weights_TK, *expert_tensors)

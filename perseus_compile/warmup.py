@@ -38,12 +38,18 @@ class Outcome:
     num_bytes: int
 
 
-def expert_units(weight_layout: str, gate_layout: str, activation: str, arch: str = DEFAULT_ARCH) -> list[Unit]:
-    """The kernels of one form of experts: one per tile configuration."""
+def expert_units(
+    weight_layout: str, gate_layout: str, activation: str, arch: str = DEFAULT_ARCH, *, with_router: bool = True
+) -> list[Unit]:
+    """The kernels of one form of experts: one per tile configuration, and those that route as well."""
     units = []
-    for tiles in TILE_CONFIGS:
-        spec = spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation)
-        units.append(Unit(f"experts {weight_layout} {gate_layout} {activation} {tiles}", spec.source(), arch))
+    for tiles, config in TILE_CONFIGS.items():
+        for routes in (False, True) if with_router and config.may_route else (False,):
+            spec = spec_for(
+                tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation, routes=routes
+            )
+            what = "router and experts" if routes else "experts"
+            units.append(Unit(f"{what} {weight_layout} {gate_layout} {activation} {tiles}", spec.source(), arch))
     return units
 
 
@@ -56,7 +62,8 @@ def router_unit(num_experts: int, arch: str = DEFAULT_ARCH) -> Unit:
 def shipped_units(arch: str = DEFAULT_ARCH) -> list[Unit]:
     """Every form of jit/shipped.py, and every router kernel."""
     routers = [router_unit(32 << power, arch) for power in range(fused_router.MAX_EXPERTS.bit_length() - 5)]
-    return [unit for form in FORMS for unit in expert_units(*form, arch)] + routers
+    experts = [unit for form in FORMS for unit in expert_units(*form, arch, with_router=form == FORMS[0])]
+    return experts + routers
 
 
 def build_all(units: Sequence[Unit], num_processes: int | None = None) -> Iterator[Outcome]:

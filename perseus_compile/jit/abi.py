@@ -1,4 +1,5 @@
-"""How do the numbers of a call lie in memory for the kernel? Mirrors common/params.cuh and layout/workspace.cuh.
+"""How do the numbers of a call lie in memory for the kernels? Mirrors common/params.cuh, common/route_params.cuh and
+layout/workspace.cuh.
 
 The kernel image carries the sizes of its structures; ``moe_kernel`` compares them with these before the first launch.
 """
@@ -9,8 +10,9 @@ import ctypes
 import dataclasses
 
 _ADDRESSES = (
-    *("x", "ids", "weights", "gate_up_bias", "down_bias", "out"),
+    *("x", "ids", "weights", "gate_up_bias", "down_bias", "out", "router_weight", "router_bias"),
     *("hidden", "slots", "sorted_rows", "block_list", "hidden_ready", "chunk_counts"),
+    *("logits", "routed_ids", "routed_weights"),
     *("control", "error"),
 )
 _NUMBERS = (
@@ -18,6 +20,26 @@ _NUMBERS = (
     *("bias_feature_stride", "bias_pair_stride", "ids_are_i64", "weights_are_bf16", "weight_on_input"),
     "num_column_groups",
 )
+_ROUTE_NUMBERS = (
+    *("num_tokens", "num_experts", "top_k", "routing", "logits_are_bf16", "renormalize", "round_to_bf16"),
+    *("num_groups", "topk_groups"),
+)
+
+
+class RouteParams(ctypes.Structure):
+    _fields_ = [
+        ("correction_bias", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in _ROUTE_NUMBERS),
+        ("renormalize_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class RouteKernelParams(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("logits", "ids", "weights")),
+        ("route", RouteParams),
+    ]
 
 
 class MoeParams(ctypes.Structure):
@@ -25,9 +47,11 @@ class MoeParams(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in _ADDRESSES),
         ("deadline_ns", ctypes.c_uint64),
         ("x_row_elements", ctypes.c_int64),
+        ("router_row_elements", ctypes.c_int64),
         *((name, ctypes.c_uint32) for name in _NUMBERS),
         ("act_alpha", ctypes.c_float),
         ("act_limit", ctypes.c_float),
+        ("route", RouteParams),
     ]
 
 
@@ -35,10 +59,17 @@ class ErrorRecord(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint32) for name in ("phase", "cta", "expert", "tile", "observed", "expected")]
 
 
-CONTROL_WORDS = 8 + 8 + 384
+CONTROL_WORDS = 11 + 8 + 384
 MAX_COLUMN_GROUPS = 8
 MAX_SORT_CHUNKS = 64
-WAIT_PHASES = {1: "counting rows", 2: "sorting rows", 3: "hidden rows of an expert", 4: "expert outputs"}
+WAIT_PHASES = {
+    1: "counting rows",
+    2: "sorting rows",
+    3: "hidden rows of an expert",
+    4: "expert outputs",
+    5: "logits of the router",
+    6: "choices of the router",
+}
 _ALIGN_BYTES = 256
 
 
@@ -52,6 +83,9 @@ class WorkspaceLayout:
     block_list: int
     hidden_ready: int
     chunk_counts: int
+    logits: int
+    routed_ids: int
+    routed_weights: int
     total_bytes: int
 
     def offsets(self) -> dict[str, int]:
@@ -77,7 +111,9 @@ def workspace_layout(
     model_width: int,
     expert_width: int,
     max_tokens_per_tile: int,
+    num_router_experts: int = 0,
 ) -> WorkspaceLayout:
+    """Where everything lies; ``num_router_experts`` is 0 where ids and weights are given to the launch."""
     rows = num_tokens * top_k
     blocks = max_blocks(rows, num_local_experts, max_tokens_per_tile)
     sizes = (
@@ -87,6 +123,9 @@ def workspace_layout(
         blocks * 16,
         blocks * 4,
         MAX_SORT_CHUNKS * num_local_experts * 4,
+        num_tokens * num_router_experts * 2,
+        rows * 4 if num_router_experts else 0,
+        rows * 4 if num_router_experts else 0,
     )
     offsets = [0]
     for size in sizes:

@@ -1,4 +1,5 @@
-"""How does one call of the experts become one launch? Tensors in, kernel parameters out; owns the control words.
+"""How does one call of a layer, or of its experts, become one launch? Tensors in, kernel parameters out; owns the
+control words.
 
 What does not change from call to call - numbers, weights, where in the workspace an array lies - is written once per
 call site into a ``Prepared``; a call then brings the addresses of its tensors.
@@ -24,7 +25,7 @@ from perseus_compile.jit.driver import Place
 
 _ENTRY = "perseus_moe_fwd"
 _FACTS = "perseus_facts"
-_NUM_FACTS = 9
+_NUM_FACTS = 10
 _CONTROL_STRIDE_WORDS = 512  # more than abi.CONTROL_WORDS; blocks of two streams never share a line
 _MAX_CONTROL_BLOCKS = 4096  # 8 MiB; graphs are never known to be dead, so none is given back
 DEADLINE_NS = 10_000_000_000  # of one wait inside the kernel
@@ -67,6 +68,14 @@ def control_blocks(device_index: int) -> _ControlBlocks:
         return _blocks_of_device[device_index]
 
 
+class LaunchRouter(NamedTuple):
+    """A router that the launch computes before its experts. ``params``: what follows the logits."""
+
+    weight_ED: Tensor
+    bias_E: Tensor | None
+    params: abi.RouteParams
+
+
 class Prepared(NamedTuple):
     """One call site: launches that lack nothing but the addresses that change."""
 
@@ -82,7 +91,7 @@ class MoeKernel:
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             self._kernel = driver.Kernel(image, _ENTRY, _FACTS, _NUM_FACTS)
         shared, threads, params, control, self.max_tokens, weight_rows, *layout = self._kernel.facts
-        self.in_out, self.paired, self.hidden_box_rows = layout
+        self.in_out, self.paired, self.hidden_box_rows, self.routes = layout
         self.shared_bytes, self.threads = shared, threads
         self.hidden_per_tile, self.out_per_tile = weight_rows // 2, weight_rows
         if (params, control) != (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4):
@@ -134,17 +143,20 @@ class MoeKernel:
         *,
         deadline_ns: int = DEADLINE_NS,
         num_column_groups: int = 1,
+        router: LaunchRouter | None = None,
     ) -> Prepared:
         """Everything of a call but the addresses of x, ids, weights, output and workspace.
 
-        Holds addresses of the expert weights and biases: good for as long as the tensors passed here live. The caller
-        has checked that this kernel covers the call.
+        With a ``router`` the launch computes ids and weights itself; then those passed here only say their shape, and
+        are int32 and float32. Holds addresses of the weights and biases: good for as long as the tensors passed here
+        live. The caller has checked that this kernel covers the call.
         """
         (num_tokens, model_width), top_k, experts = x_TD.shape, ids_TK.shape[1], gate_up.shape[0]
         expert_width = gate_up.shape[2 if self.in_out else 1] // 2
         interleaved = spec.gate_layout == "interleaved"
         alpha, limit = spec.activation_params or (0.0, 0.0)
         assert 1 <= num_column_groups <= abi.MAX_COLUMN_GROUPS
+        assert bool(self.routes) == (router is not None), "kernels with a router need one, others have no use for it"
         layout = abi.workspace_layout(
             num_tokens=num_tokens,
             top_k=top_k,
@@ -152,6 +164,7 @@ class MoeKernel:
             model_width=model_width,
             expert_width=expert_width,
             max_tokens_per_tile=self.max_tokens,
+            num_router_experts=router.params.num_experts if router else 0,
         )
         control = control_blocks(self.device_index)
         params = abi.MoeParams(
@@ -175,13 +188,17 @@ class MoeKernel:
             act_alpha=alpha,
             act_limit=limit,
         )
+        places = {name: Place(name, 0) for name in ("x", "ids", "weights", "out", "control")}
+        places |= {name: Place("workspace", offset) for name, offset in layout.offsets().items()}
+        if router:
+            params.router_weight, params.router_row_elements = router.weight_ED.data_ptr(), router.weight_ED.stride(0)
+            params.router_bias = 0 if router.bias_E is None else router.bias_E.data_ptr()
+            params.route = router.params
+            places |= {"ids": places["routed_ids"], "weights": places["routed_weights"]}
         launcher = self._kernel.launcher(
             params,
             bases=_BASES,
-            moving={
-                **{name: Place(name, 0) for name in ("x", "ids", "weights", "out", "control")},
-                **{name: Place("workspace", offset) for name, offset in layout.offsets().items()},
-            },
+            moving=places,
             tensor_maps=(
                 self._gate_up_map(gate_up, interleaved),
                 self._down_map(down),
@@ -195,11 +212,16 @@ class MoeKernel:
         return Prepared(launcher, layout)
 
     def run(
-        self, prepared: Prepared, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, workspace: Tensor | None = None
+        self,
+        prepared: Prepared,
+        x_TD: Tensor,
+        ids_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        workspace: Tensor | None = None,
     ) -> Tensor:
-        """The output of ``perseus::experts``, [T, D], fresh and contiguous; T, K and E >= 1.
+        """The output, [T, D], fresh and contiguous; T, K and E >= 1.
 
-        The kernel's device must be the current one.
+        Ids and weights are None where the call was prepared with a router. The kernel's device must be the current one.
 
         Raises:
             PeerTimeout: an earlier launch on this device ran into its deadline.
@@ -207,7 +229,8 @@ class MoeKernel:
         """
         out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
         stream = driver.current_stream(self.device_index)
-        addresses = (x_TD.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr())
+        choices = [0 if one is None else one.data_ptr() for one in (ids_TK, weights_TK)]
+        addresses = (x_TD.data_ptr(), *choices, out_TD.data_ptr())
         if workspace is not None:
             launched = prepared.launcher.launch(stream, *addresses, workspace.data_ptr())
         else:

@@ -19,9 +19,19 @@ FORMS = (
 
 
 def shipped_variants() -> tuple[VariantSpec, ...]:
-    """Every form in every tile configuration. Interleaved [E, N, K] weights need no variant of their own."""
-    return tuple(
+    """Every form in every tile configuration, and the commonest one with a router.
+
+    Interleaved [E, N, K] weights need no variant of their own.
+    """
+    experts_alone = [
         spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation)
         for weight_layout, gate_layout, activation in FORMS
         for tiles in TILE_CONFIGS
-    )
+    ]
+    weight_layout, gate_layout, activation = FORMS[0]
+    with_router = [
+        spec_for(tiles, weight_layout=weight_layout, gate_layout=gate_layout, activation=activation, routes=True)
+        for tiles, config in TILE_CONFIGS.items()
+        if config.may_route
+    ]
+    return (*experts_alone, *with_router)

@@ -26,6 +26,11 @@ class TileConfig:
     max_tokens: int  # tokens per tile, at most
     stages: int  # of the load pipeline
 
+    @property
+    def may_route(self) -> bool:
+        """Whether a launch with such tiles can compute the router, too."""
+        return self.groups == 1
+
 
 # Rows per expert decide: few rows stream weights with deep pipelines, many rows fill 256 x 128 tiles.
 TILE_CONFIGS = {
@@ -45,6 +50,7 @@ class VariantSpec:
     weight_layout: str  # out_in | in_out
     paired_columns: bool  # gate and up alternate along the contiguous axis of in_out weights
     activation: str
+    routes: bool = False  # the launch computes the router, too
     arch: str = "sm_90a"
 
     def source(self) -> str:
@@ -54,7 +60,8 @@ class VariantSpec:
             '#include "perseus/common/config.cuh"\n'
             "namespace perseus {\n"
             f"using ThisConfig = MoeConfig<{tiles.groups}, {tiles.max_tokens}, {tiles.stages}, WeightLayout::{layout}, "
-            f"{str(self.paired_columns).lower()}, Activation::{_ACTIVATIONS[self.activation]}>;\n"
+            f"{str(self.paired_columns).lower()}, Activation::{_ACTIVATIONS[self.activation]}, "
+            f"{str(self.routes).lower()}>;\n"
             "}\n"
             "#define PERSEUS_CONFIG ThisConfig\n"
             f'#include "{_ENTRY_HEADER}"\n'
@@ -70,13 +77,14 @@ def source_key(source: str, arch: str, compiler_version: str, flags: tuple[str, 
     return digest.hexdigest()[:32]
 
 
-def spec_for(tiles: str, *, weight_layout: str, gate_layout: str, activation: str) -> VariantSpec:
+def spec_for(tiles: str, *, weight_layout: str, gate_layout: str, activation: str, routes: bool = False) -> VariantSpec:
     """The variant for a call's layout numbers and a tile configuration's name."""
     return VariantSpec(
         tiles=TILE_CONFIGS[tiles],
         weight_layout=weight_layout,
         paired_columns=weight_layout == "in_out" and gate_layout == "interleaved",
         activation=activation,
+        routes=routes,
     )
 
 

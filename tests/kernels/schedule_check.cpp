@@ -1,7 +1,7 @@
 // Does the schedule cover every tile and every row exactly once, whatever the routing? Host program, exit code 0 = yes.
 //
 //   schedule_check             runs all checks
-//   schedule_check layout ...  prints the workspace offsets for six numbers, for comparison with the Python mirror
+//   schedule_check layout ...  prints the workspace offsets for seven numbers, for comparison with the Python mirror
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +11,7 @@
 
 #include "perseus/common/params.cuh"
 #include "perseus/layout/workspace.cuh"
+#include "perseus/schedule/router_items.cuh"
 #include "perseus/schedule/worklist.cuh"
 
 using namespace perseus;
@@ -145,10 +146,41 @@ void check_combine() {
     }
 }
 
+// CTAs claim products in order and finish them in any.
+void check_router(u32 tokens, u32 experts, u32 num_ctas, std::mt19937& random) {
+    std::vector<u32> logits(static_cast<size_t>(tokens) * experts);  // how often each was computed
+    std::vector<u32> working;                                        // products that CTAs are at
+    const u32 num_products = router_products(tokens, experts);
+    u32 claimed = 0;
+    while (claimed < num_products || !working.empty()) {
+        while (working.size() < num_ctas && claimed < num_products) working.push_back(claimed++);
+        std::swap(working[random() % working.size()], working.back());
+        const RouterProduct product = router_product(working.back(), experts);
+        working.pop_back();
+        REQUIRE(product.first_token < tokens && product.first_expert < experts, "an empty product: %u, %u",
+                product.first_token, product.first_expert);
+        for (u32 t = product.first_token; t < smaller(product.first_token + kRouterTokens, tokens); ++t) {
+            for (u32 e = product.first_expert; e < smaller(product.first_expert + kRouterExperts, experts); ++e) {
+                ++logits[static_cast<size_t>(t) * experts + e];
+            }
+        }
+    }
+    for (u32 count : logits) REQUIRE(count == 1, "a logit computed %u times", count);
+}
+
+void check_routers() {
+    std::mt19937 random(11);
+    for (u32 tokens : {1u, 2u, 16u, 17u, 64u, 129u, 1000u, 4097u}) {
+        for (u32 experts : {1u, 8u, 60u, 128u, 1024u}) {
+            for (u32 num_ctas : {1u, 7u, 132u}) check_router(tokens, experts, num_ctas, random);
+        }
+    }
+}
+
 void check_workspace() {
     const u64 mebibyte = 1 << 20;
     for (u32 tokens : {1u, 16u, 1024u, 16384u, 131072u}) {
-        const WorkspaceShape shape{tokens, 8, 128, 2048, 768, 128};
+        const WorkspaceShape shape{tokens, 8, 128, 2048, 768, 128, 0};
         const WorkspaceLayout layout = workspace_layout(shape);
         const u64 rows = static_cast<u64>(tokens) * 8;
         REQUIRE(layout.hidden == 0 && layout.slots >= rows * 768 * 2, "slots at %llu", layout.slots);
@@ -160,19 +192,21 @@ void check_workspace() {
 
 int main(int argc, char** argv) {
     static_assert(sizeof(TokenBlock) == 16 && sizeof(TensorMap) == 128 && alignof(TensorMap) == 64, "device layouts");
-    if (argc == 8 && std::strcmp(argv[1], "layout") == 0) {
-        u32 n[6];
-        for (int i = 0; i < 6; ++i) n[i] = static_cast<u32>(std::stoul(argv[2 + i]));
-        const WorkspaceLayout layout = workspace_layout({n[0], n[1], n[2], n[3], n[4], n[5]});
-        std::printf("%llu %llu %llu %llu %llu %llu %llu %zu %zu\n", layout.hidden, layout.slots, layout.sorted_rows,
-                    layout.block_list, layout.hidden_ready, layout.chunk_counts, layout.total_bytes,
-                    sizeof(MoeParams), sizeof(ControlBlock));
+    if (argc == 9 && std::strcmp(argv[1], "layout") == 0) {
+        u32 n[7];
+        for (int i = 0; i < 7; ++i) n[i] = static_cast<u32>(std::stoul(argv[2 + i]));
+        const WorkspaceLayout layout = workspace_layout({n[0], n[1], n[2], n[3], n[4], n[5], n[6]});
+        std::printf("%llu %llu %llu %llu %llu %llu %llu %llu %llu %llu %zu %zu\n", layout.hidden, layout.slots,
+                    layout.sorted_rows, layout.block_list, layout.hidden_ready, layout.chunk_counts, layout.logits,
+                    layout.routed_ids, layout.routed_weights, layout.total_bytes, sizeof(MoeParams),
+                    sizeof(ControlBlock));
         return 0;
     }
     check_blocks();
     check_routings();
     check_sort_chunks();
     check_combine();
+    check_routers();
     check_workspace();
     return 0;
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import types
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from fake_driver import FakeDriver
 
 import perseus_compile
-from perseus_compile import _C, fused_experts, fused_router, launch_cuda, routing
+from perseus_compile import _C, cuda_plan, fused_experts, fused_moe, fused_router, launch_cuda, routing
 from perseus_compile.errors import LaunchError, PeerTimeout
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit import abi, driver, moe_kernel
@@ -88,7 +90,7 @@ def kernel(
 ) -> moe_kernel.MoeKernel:
     """A kernel whose launches go to the fake driver."""
     made: Any = object.__new__(moe_kernel.MoeKernel)
-    made.in_out, made.paired, made.hidden_box_rows = 0, 0, 8
+    made.in_out, made.paired, made.hidden_box_rows, made.routes = 0, 0, 8, 0
     made.max_tokens, made.out_per_tile, made.hidden_per_tile = 8, 128, 64
     made.device_index, made.num_sms, made.threads, made.shared_bytes = -1, 132, 256, 1000
     made._kernel = object.__new__(driver.Kernel)
@@ -116,7 +118,7 @@ def test_a_launch_gets_the_tensors_of_its_call(
     assert {name: getattr(params, name) for name in tensors} == {name: one.data_ptr() for name, one in tensors.items()}
     assert (params.down_bias, params.error, params.control) == (0, blocks.error.data_ptr(), blocks.words.data_ptr())
     offsets = {name: getattr(params, name) - workspace.data_ptr() for name in layout.offsets()}
-    assert offsets == layout.offsets() and len(set(offsets.values())) == 6
+    assert offsets == layout.offsets() and len(set(offsets.values())) == 7  # the arrays of a router are empty
     assert (params.num_tokens, params.top_k, params.num_local_experts, params.deadline_ns) == (3, 2, 4, 5)
     assert (params.model_width, params.expert_width, params.ids_are_i64, params.weights_are_bf16) == (16, 8, 1, 0)
     addresses = [one.address for one in launch.maps[:3]]
@@ -127,10 +129,15 @@ def test_a_launch_gets_the_tensors_of_its_call(
 def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fake: FakeDriver) -> None:
     args = _call()
     biases = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(4, 16, dtype=torch.bfloat16)
-    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC)
-    kernel.run(prepared, *args[:3])
+    route = abi.RouteParams(num_tokens=3, num_experts=4, top_k=2)
+    router = moe_kernel.LaunchRouter(torch.zeros(4, 24, dtype=torch.bfloat16)[:, :16], biases[1], route)
+    kernel.routes = 1
+    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC, router=router)
+    kernel.run(prepared, args[0], None, None)
     params = fake.launches[0].read_params(abi.MoeParams)
     assert all(getattr(params, name) for name in abi._ADDRESSES)
+    assert (params.ids, params.weights) == (params.routed_ids, params.routed_weights)
+    assert (params.router_row_elements, params.route.num_experts) == (24, 4)
 
 
 def test_the_workspace_is_given_back(
@@ -201,6 +208,70 @@ def test_router_casts_its_bias_and_computes_logits_once(monkeypatch: pytest.Monk
     assert len(calls) == 1
     expected = routing.route(x, weight, bias, None, **ROUTING.as_kwargs())
     assert torch.equal(weights, expected[0]) and torch.equal(ids, expected[1])
+
+
+BF16_ROUTING = dataclasses.replace(ROUTING, router_dtype=torch.bfloat16)
+
+
+def _router(num_experts: int = 4) -> fused_moe.Router:
+    return fused_moe.Router(torch.zeros(num_experts, 16, dtype=torch.bfloat16), None, None, BF16_ROUTING)
+
+
+def _plan(tiles: str) -> cuda_plan.CudaPlan:
+    return cuda_plan.CudaPlan(
+        path="fused", tiles=tiles, column_groups=1, predicted_ms=1.0, source="model", reason="as the test wants"
+    )
+
+
+def test_a_layer_whose_router_is_covered_is_one_launch(
+    kernel: moe_kernel.MoeKernel, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = []
+    kernel.routes = 1
+    monkeypatch.setattr(fused_experts, "why_not", lambda *args: None)
+    monkeypatch.setattr(fused_router, "why_not", lambda *args: None)
+    monkeypatch.setattr(fused_experts, "kernel_for", lambda variant, device: wanted.append(variant) or kernel)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(cuda_plan, "plan_of_call", lambda *args, **options: _plan("few16"))
+    monkeypatch.setattr(torch.cuda, "device", lambda wanted: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "current_device", lambda: -1)
+    experts = launch_cuda.CudaExperts(types.SimpleNamespace(experts=SPEC))  # type: ignore[arg-type]
+    x, _, _, *expert_tensors = _call()
+    router = _router()
+    tensors = (x, router.weight_ED, None, None, *expert_tensors)
+    call = launch_cuda.CudaMoe.plan(BF16_ROUTING, experts, *tensors)
+    assert [variant.routes for variant in wanted] == [True]
+    for _ in range(2):
+        assert call.forward(*tensors).shape == x.shape
+    first, second = (launch.read_params(abi.MoeParams) for launch in fake.launches)
+    assert first.router_weight == second.router_weight == router.weight_ED.data_ptr()
+    assert first.ids == first.routed_ids and first.weights == first.routed_weights and first.ids != first.weights
+
+
+def test_a_router_in_the_launch_is_for_few_tokens_in_tiles_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_experts, "why_not", lambda *args: None)
+    monkeypatch.setattr(fused_router, "why_not", lambda *args: None)
+    monkeypatch.setattr(cuda_plan, "plan_of_call", lambda *args, **options: _plan(cuda_plan.LAST_TILES))
+    for num_tokens, num_experts, reason in ((9, 4, "launches of its own are faster"), (8, 1, "tiles for many rows")):
+        x, _, _, *expert_tensors = _call(num_tokens, num_experts)
+        router = fused_moe.Router(*_router(num_experts)[:3], dataclasses.replace(BF16_ROUTING, top_k=8))
+        assert reason in str(fused_moe.make_plan(router, x, tuple(expert_tensors), SPEC).reason)
+
+
+def test_routers_that_the_launch_does_not_cover_say_why() -> None:
+    x, router = _call()[0], _router()
+    odd = torch.zeros(4, 20, dtype=torch.bfloat16)[:, 4:]
+    strided_bias = torch.zeros(8, dtype=torch.bfloat16)[::2]
+    float32 = dataclasses.replace(BF16_ROUTING, router_dtype=torch.float32)
+    for changed, reason in (
+        (router._replace(spec=float32), "got router_dtype of torch.float32"),
+        (router._replace(weight_ED=router.weight_ED.float()), "got router_weight of torch.float32"),
+        (router._replace(bias_E=torch.zeros(4)), "got router_bias of torch.float32"),
+        (router._replace(weight_ED=odd), "rows on 16-byte boundaries"),
+        (router._replace(weight_ED=router.weight_ED.mT.contiguous().mT), "a contiguous last axis"),
+        (router._replace(bias_E=strided_bias), "router_bias must be contiguous"),
+        (router, "a CUDA device"),
+    ):
+        assert reason in str(fused_moe.why_not(changed, x))
 
 
 def test_scores_that_round_more_than_once_are_not_covered() -> None:

@@ -36,21 +36,29 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_every_tile_once(program: Path) -> None:
+def test_every_tile_once_and_every_logit_once(program: Path) -> None:
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_check_can_fail(tmp_path: Path) -> None:
-    """A schedule in which two tiles of an expert are one is caught."""
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        pytest.param("worklist", "in_expert % num_blocks", "in_expert % num_blocks / 2 * 2", id="tiles"),
+        pytest.param("router_items", "index / tiles *", "index / tiles / 2 *", id="tokens-of-a-router"),
+        pytest.param("router_items", "index % tiles *", "index % tiles / 2 *", id="experts-of-a-router"),
+    ],
+)
+def test_the_check_can_fail(tmp_path: Path, name: str, right: str, wrong: str) -> None:
+    """A schedule in which something is done twice and something else never is caught."""
     compiler = shutil.which("g++") or shutil.which("c++")
     assert compiler
     root = tmp_path / "include"
     shutil.copytree(include_dir(), root)
-    header = root / "perseus" / "schedule" / "worklist.cuh"
+    header = root / "perseus" / "schedule" / f"{name}.cuh"
     text = header.read_text()
-    assert "in_expert % num_blocks" in text
-    header.write_text(text.replace("in_expert % num_blocks", "in_expert % num_blocks / 2 * 2"))
+    assert right in text
+    header.write_text(text.replace(right, wrong))
     target = tmp_path / "broken"
     subprocess.run([compiler, "-std=c++17", f"-I{root}", str(_SOURCE), "-o", str(target)], check=True)
     done = subprocess.run([target], capture_output=True, text=True, check=False)
@@ -60,15 +68,20 @@ def test_the_check_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 1, 1, 8, 8, 8),
-        (100, 8, 128, 2048, 768, 16),
-        (4097, 32, 1024, 2880, 2880, 128),
-        (131072, 8, 8, 7168, 14336, 128),
+        (1, 1, 1, 8, 8, 8, 0),
+        (1, 1, 1, 8, 8, 8, 1),
+        (100, 8, 128, 2048, 768, 16, 128),
+        (4097, 32, 1024, 2880, 2880, 128, 1024),
+        (131072, 8, 8, 7168, 14336, 128, 0),
+        (131072, 8, 8, 7168, 14336, 128, 60),
     ],
 )
 def test_python_mirrors_the_layout(program: Path, shape: tuple[int, ...]) -> None:
     output = subprocess.run([program, "layout", *map(str, shape)], capture_output=True, text=True, check=True).stdout
     *offsets, params_bytes, control_bytes = map(int, output.split())
-    names = ("num_tokens", "top_k", "num_local_experts", "model_width", "expert_width", "max_tokens_per_tile")
+    names = (
+        *("num_tokens", "top_k", "num_local_experts", "model_width", "expert_width", "max_tokens_per_tile"),
+        "num_router_experts",
+    )
     assert abi.workspace_layout(**dict(zip(names, shape, strict=True))) == abi.WorkspaceLayout(*offsets)
     assert (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4) == (params_bytes, control_bytes)

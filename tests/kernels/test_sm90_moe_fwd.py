@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import types
 
 import pytest
 import torch
 from moe_case import TOLERANCE, Case, make_case, reference, relative_error
+from sm_holder import hold_sms
 
 from perseus_compile import fused_experts, grouped
 from perseus_compile.errors import LaunchError, PeerTimeout
-from perseus_compile.jit import abi, compiler, driver
+from perseus_compile.jit import abi, compiler
 from perseus_compile.jit.moe_kernel import MoeKernel, check, control_blocks
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
 from perseus_compile.launch_cuda import CudaExperts
@@ -217,44 +217,16 @@ def test_column_groups(num_column_groups: int) -> None:
     assert relative_error(_run("many128", case, num_column_groups=num_column_groups), reference(case)) < TOLERANCE
 
 
-_HOLDER = """
-struct Hold { unsigned long long nanoseconds; int* sink; };
-extern "C" __global__ void hold(Hold hold) {
-    extern __shared__ int memory[];
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do { asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); } while (now - start < hold.nanoseconds);
-    memory[threadIdx.x] = 1;
-    if (memory[threadIdx.x] == 0) *hold.sink = 1;
-}
-"""
-
-
-class _Hold(ctypes.Structure):
-    _fields_ = [("nanoseconds", ctypes.c_uint64), ("sink", ctypes.c_uint64)]
-
-
 @pytest.mark.parametrize("tiles", ["few16", "many128"])
 @pytest.mark.parametrize("num_held", [1, 100])
 def test_runs_while_another_stream_holds_sms(tiles: str, num_held: int) -> None:
     """The grid is as large as the GPU; CTAs that find no place must not be needed by those that do."""
     case = make_case(512, 256, 16, 4, 2000)
     expected = _run(tiles, case)
-    image, _ = compiler.compile_source(_HOLDER, "sm_90a")
-    holder = driver.Kernel(image, "hold")
-    shared_bytes = 200 * 1024  # with so much of it taken, no CTA of ours fits beside
-    holder.set_shared_bytes(shared_bytes)
-    side = torch.cuda.Stream()
-    held = torch.cuda.Event()
-    sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-    torch.cuda.synchronize()
-    params = _Hold(nanoseconds=400_000_000, sink=sink.data_ptr())
-    launcher = holder.launcher(params, moving={}, grid=num_held, threads=32, shared_bytes=shared_bytes)
-    launcher.launch(side.cuda_stream)
-    held.record(side)
-    actual = _run(tiles, case)
-    torch.cuda.current_stream().synchronize()
-    assert not held.query(), "the other kernel ended first: nothing was tested"
+    with hold_sms(num_held) as is_held:
+        actual = _run(tiles, case)
+        torch.cuda.current_stream().synchronize()
+        assert is_held(), "the other kernel ended first: nothing was tested"
     assert torch.equal(actual, expected)
 
 

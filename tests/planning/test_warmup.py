@@ -37,10 +37,12 @@ def fake_nvrtc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_units_are_what_calls_build() -> None:
     units = warmup.expert_units("in_out", "interleaved", "clamped_swiglu")
-    for unit, tiles in zip(units, TILE_CONFIGS, strict=True):
-        spec = spec_for(tiles, weight_layout="in_out", gate_layout="interleaved", activation="clamped_swiglu")
+    form = {"weight_layout": "in_out", "gate_layout": "interleaved", "activation": "clamped_swiglu"}
+    kernels = [(tiles, routes) for tiles, one in TILE_CONFIGS.items() for routes in (False, True)[: 1 + one.may_route]]
+    for unit, (tiles, routes) in zip(units, kernels, strict=True):
+        spec = spec_for(tiles, **form, routes=routes)
         assert (unit.source, unit.arch) == (spec.source(), spec.arch)
-        assert tiles in unit.name
+        assert tiles in unit.name and ("router" in unit.name) == routes
     router = warmup.router_unit(100)
     assert (router.source, router.arch) == (fused_router.kernel_source(4), "sm_90")
 

@@ -22,7 +22,8 @@ inline constexpr u32 kTileRing = 2;     // tiles that the loads may be ahead of 
 
 // Weights are the M side of every product and tokens the N side. The padded part of a tile is then at most 7 tokens,
 // and the same code streams weights for one token and runs 256 x 128 tiles for many.
-template <u32 kGroups_, u32 kMaxTokens_, u32 kStages_, WeightLayout kLayout_, bool kPairedColumns_, Activation kAct_>
+template <u32 kGroups_, u32 kMaxTokens_, u32 kStages_, WeightLayout kLayout_, bool kPairedColumns_, Activation kAct_,
+          bool kRoutes_>
 struct MoeConfig {
     static constexpr u32 kGroups = kGroups_;        // consumer warpgroups
     static constexpr u32 kMaxTokens = kMaxTokens_;  // tokens of a tile, at most
@@ -32,6 +33,9 @@ struct MoeConfig {
     // interleaved weights whose contiguous axis holds both
     static constexpr bool kPairedColumns = kPairedColumns_;
     static constexpr Activation kAct = kAct_;
+    // the launch computes the router, too. Not a choice at run time: code that is not used still costs 1 to 3 us, since
+    // with few tokens the instructions come from memory (docs/measured.md)
+    static constexpr bool kRoutes = kRoutes_;
 
     static constexpr u32 kThreads = kProducerWarps * 32 + kGroups * 128;
     static constexpr u32 kWeightRows = kGroups * kSubTilesPerGroup * kWgmmaRows;
@@ -48,6 +52,7 @@ struct MoeConfig {
 
     static_assert(kGroups == 1 || kGroups == 2, "one or two consumer warpgroups");
     static_assert(kMaxTokens % 8 == 0 && kMaxTokens <= 128, "tokens per tile: a multiple of 8, at most 128");
+    static_assert(!kRoutes || kGroups == 1, "a router in the launch is for few tokens");
     static_assert(!kPairedColumns || kLayout == WeightLayout::kInOut, "[E, N, K] weights are separated by TMA strides");
 };
 

@@ -3,6 +3,7 @@
 // Axes: T tokens, K choices per token, E experts, D model width, F expert width, R routed rows (T*K).
 #pragma once
 
+#include "perseus/common/route_params.cuh"
 #include "perseus/schedule/worklist.cuh"
 
 namespace perseus {
@@ -20,6 +21,9 @@ struct MoeParams {
     const void* gate_up_bias;     // BF16 [E, 2F] or null
     const void* down_bias;        // BF16 [E, D] or null
     void* out;                    // BF16 [T, D], contiguous
+    // with C::kRoutes only
+    const void* router_weight;    // BF16 [router's E, D], rows router_row_elements apart
+    const void* router_bias;      // BF16 [router's E] or null
     // workspace of this call, see layout/workspace.cuh
     void* hidden;                 // BF16 [R, F], rows sorted by expert
     void* slots;                  // BF16 [R, D], row t*K + k belongs to choice k of token t
@@ -27,11 +31,15 @@ struct MoeParams {
     void* block_list;             // TokenBlock [max blocks], one per token block
     void* hidden_ready;           // u32 [max blocks]
     void* chunk_counts;           // u32 [kMaxSortChunks, E]
+    void* logits;                 // BF16 [T, router's E], with C::kRoutes only, as are the next two
+    void* routed_ids;             // i32 [T, K], the same as ids
+    void* routed_weights;         // F32 [T, K], the same as weights
     // words that are zero between launches
     void* control;                // ControlBlock
     void* error;                  // ErrorRecord in host memory, or null
     u64 deadline_ns;              // of any single wait
     i64 x_row_elements;
+    i64 router_row_elements;
     u32 num_tokens;
     u32 top_k;
     u32 num_local_experts;
@@ -46,6 +54,7 @@ struct MoeParams {
     u32 num_column_groups;        // of the output; see schedule/worklist.cuh
     float act_alpha;              // clamped_swiglu
     float act_limit;
+    RouteParams route;            // with C::kRoutes only
 };
 
 // Zero between launches: the last CTA to leave clears it. One per stream, and one per captured call.
@@ -57,12 +66,15 @@ struct ControlBlock {
     u32 tile_claim;
     u32 exits;
     u32 aborted;
-    u32 unused;
+    u32 router_claim;
+    u32 router_done;
+    u32 route_claim;
+    u32 tokens_routed;
     u32 slots_done[kMaxColumnGroups];
     u32 private_hidden_ready[kPrivateSortBlocks];  // where nobody prepares counters in the workspace: private sorts
 };
 
-enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4 };
+enum class WaitPhase : u32 { kSortCount = 1, kSortDone = 2, kHidden = 3, kSlots = 4, kLogits = 5, kRoutes = 6 };
 
 // What the first wait that ran out of time was waiting for.
 struct ErrorRecord {

@@ -6,9 +6,10 @@
 
 namespace perseus {
 
+// Ordinary loads, since a router in this launch may have written the weights.
 PERSEUS_D float routing_weight(const MoeParams& params, u64 choice) {
-    return params.weights_are_bf16 ? ptx::bf16_value(__ldg(static_cast<const u16*>(params.weights) + choice))
-                                   : __ldg(static_cast<const float*>(params.weights) + choice);
+    return params.weights_are_bf16 ? ptx::bf16_value(static_cast<const u16*>(params.weights)[choice])
+                                   : static_cast<const float*>(params.weights)[choice];
 }
 
 // A weight on the input row scales the sums before the bias, since the product is linear.

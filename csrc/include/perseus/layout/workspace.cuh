@@ -13,6 +13,9 @@ struct WorkspaceLayout {
     u64 block_list;
     u64 hidden_ready;
     u64 chunk_counts;
+    u64 logits;  // this and what follows: of a router in the launch
+    u64 routed_ids;
+    u64 routed_weights;
     u64 total_bytes;
 };
 
@@ -23,6 +26,7 @@ struct WorkspaceShape {
     u32 model_width;
     u32 expert_width;
     u32 max_tokens_per_tile;
+    u32 num_router_experts;  // 0: ids and weights are given
 };
 
 PERSEUS_HD WorkspaceLayout workspace_layout(const WorkspaceShape& shape) {
@@ -42,6 +46,10 @@ PERSEUS_HD WorkspaceLayout workspace_layout(const WorkspaceShape& shape) {
     layout.block_list = take(blocks * sizeof(TokenBlock));
     layout.hidden_ready = take(blocks * 4);
     layout.chunk_counts = take(static_cast<u64>(kMaxSortChunks) * shape.num_local_experts * 4);
+    const u64 routed_rows = shape.num_router_experts > 0 ? rows : 0;
+    layout.logits = take(static_cast<u64>(shape.num_tokens) * shape.num_router_experts * 2);
+    layout.routed_ids = take(routed_rows * 4);
+    layout.routed_weights = take(routed_rows * 4);
     layout.total_bytes = end;
     return layout;
 }

@@ -1,5 +1,6 @@
-// The experts of a MoE layer, forward, in one launch on one Hopper GPU: a table of contents of the parts.
+// A MoE layer, or its experts alone, forward, in one launch on one Hopper GPU: a table of contents of the parts.
 //
+//   route     routing/router_phase.cuh logits, choices, weights; only with C::kRoutes   all warps
 //   sort      schedule/row_sort.cuh    rows by expert, token blocks                 all warps
 //   schedule  schedule/worklist.cuh    GEMM 1 tiles, GEMM 2 tiles, combine items    one warp, which also
 //   load      moe/roles.cuh            loads weights by TMA; tokens: two more
@@ -11,6 +12,7 @@
 #pragma once
 
 #include "perseus/moe/roles.cuh"
+#include "perseus/routing/router_phase.cuh"
 
 namespace perseus {
 
@@ -35,16 +37,19 @@ PERSEUS_D void moe_forward(const MoeParams& params, const TensorMap* gate_up, co
     auto& shared = *reinterpret_cast<SharedStorage<C>*>(dynamic_smem + (0u - ptx::smem_address(dynamic_smem)) % 1024);
     const u32 warp = threadIdx.x / 32;
     u32 first_claim = 0;
-    if (threadIdx.x == 0) first_claim = claim_tile(params);  // under way while rows are sorted
-    if (threadIdx.x == 0) {
+    u32 first_product = 0;
+    if (threadIdx.x == 0) {  // both under way while barriers are made and rows are sorted
+        if constexpr (C::kRoutes) first_product = claim_product(params);
+        first_claim = claim_tile(params);
         ptx::prefetch_tensor_map(gate_up);
         ptx::prefetch_tensor_map(down);
         ptx::prefetch_tensor_map(hidden);
         shared.init_barriers();
     }
+    const bool has_choices = have_choices<C>(params, shared.stages, &shared.broadcast, first_product);
     RowSort<C> sort(params, shared.stages, &shared.broadcast);
     RoutedRows routed;
-    if (sort.run(shared.sort_result, routed)) {
+    if (has_choices && sort.run(shared.sort_result, routed)) {
         ptx::fence_proxy_async_shared();  // the sort's scratch becomes the copy engine's stages
         __syncthreads();
         const TileShape shape = tile_shape<C>(params, routed.num_blocks);
@@ -75,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(perseus::PERSEUS_CONFIG::kThreads, 
     perseus::moe_forward<perseus::PERSEUS_CONFIG>(params, &gate_up, &down, &hidden, dynamic_smem);
 }
 // What the host must know of this image before it launches it.
-extern "C" __constant__ perseus::u32 perseus_facts[9] = {
+extern "C" __constant__ perseus::u32 perseus_facts[10] = {
     perseus::shared_bytes<perseus::PERSEUS_CONFIG>(),
     perseus::PERSEUS_CONFIG::kThreads,
     sizeof(perseus::MoeParams),
@@ -85,5 +90,6 @@ extern "C" __constant__ perseus::u32 perseus_facts[9] = {
     perseus::PERSEUS_CONFIG::kLayout == perseus::WeightLayout::kInOut,
     perseus::PERSEUS_CONFIG::kPairedColumns,
     perseus::PERSEUS_CONFIG::kHiddenBoxRows,
+    perseus::PERSEUS_CONFIG::kRoutes,
 };
 #endif

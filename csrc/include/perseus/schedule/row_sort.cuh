@@ -6,7 +6,7 @@
 #pragma once
 
 #include "perseus/common/config.cuh"
-#include "perseus/common/wait.cuh"
+#include "perseus/common/cta.cuh"
 #include "perseus/schedule/worklist.cuh"
 
 namespace perseus {
@@ -14,12 +14,13 @@ namespace perseus {
 inline constexpr u32 kNoExpert = 0xffffffffu;
 
 // Expert of choice `row` among the local ones, or kNoExpert where another rank, or nobody, owns it. Both widths of ids
-// go through the same two word loads: a branch between loads would make each wait for the one before.
+// go through the same two word loads: a branch between loads would make each wait for the one before. Ordinary loads,
+// since a router in this launch may have written the ids.
 PERSEUS_D u32 local_expert(const MoeParams& params, u64 row) {
     const auto* words = static_cast<const u32*>(params.ids);
     const u64 low_word = params.ids_are_i64 ? 2 * row : row;
-    const u32 low = __ldg(words + low_word);
-    const u32 high = __ldg(words + low_word + params.ids_are_i64);
+    const u32 low = words[low_word];
+    const u32 high = words[low_word + params.ids_are_i64];
     const bool fits = params.ids_are_i64 == 0 || high == 0;
     const u32 local = low - params.expert_offset;  // negative ids become huge
     return fits && static_cast<i32>(low) >= 0 && local < params.num_local_experts ? local : kNoExpert;
@@ -94,7 +95,9 @@ private:
         u64 claimed = 0;
         u32 counted_last = kMaxSortChunks;
         u32 pending = threadIdx.x == 0 ? atomicAdd(&control_->sort_claim, 1u) : 0;
-        for (u32 chunk = next_chunk(pending); chunk < chunks_.num_chunks; chunk = next_chunk(pending)) {
+        for (;;) {
+            const u32 chunk = next_claim(&control_->sort_claim, chunks_.num_chunks, pending, broadcast_);
+            if (chunk >= chunks_.num_chunks) break;
             count_chunk(chunk);
             publish_counts(chunk);
             claimed |= u64{1} << chunk;
@@ -112,35 +115,14 @@ private:
                     clear_hidden_ready(routed);
                 }
                 place_chunk(chunk, routed);
-                signal(&control_->sort_done);
+                signal(&control_->sort_done, 1);
             }
         }
         return wait_for_all(&control_->sort_done, WaitPhase::kSortDone);
     }
 
-    // The claim after this one is on its way while this one is counted.
-    PERSEUS_D u32 next_chunk(u32& pending) {
-        if (threadIdx.x == 0) {
-            *broadcast_ = pending;
-            if (pending < chunks_.num_chunks) pending = atomicAdd(&control_->sort_claim, 1u);
-        }
-        __syncthreads();
-        const u32 chunk = *broadcast_;
-        __syncthreads();
-        return chunk;
-    }
-
-    PERSEUS_D void signal(u32* counter) {
-        __syncthreads();
-        if (threadIdx.x == 0) ptx::add_release(counter, 1);
-    }
-
     PERSEUS_D bool wait_for_all(const u32* counter, WaitPhase phase) {
-        if (threadIdx.x == 0) *broadcast_ = wait_at_least(params_, counter, chunks_.num_chunks, {phase, 0, 0});
-        __syncthreads();
-        const bool arrived = *broadcast_ != 0;
-        __syncthreads();
-        return arrived;
+        return wait_by_all(params_, counter, chunks_.num_chunks, phase, broadcast_);
     }
 
     // Calls visit(expert, lanes of this warp with the same expert, row) for this warp's rows of the chunk, in order, on
@@ -200,7 +182,7 @@ private:
     PERSEUS_D void publish_counts(u32 chunk) {
         auto* counts = static_cast<u32*>(params_.chunk_counts) + chunk * num_experts_;
         for (u32 expert = threadIdx.x; expert < num_experts_; expert += kThreads) counts[expert] = totals_[expert];
-        signal(&control_->sort_counted);
+        signal(&control_->sort_counted, 1);
     }
 
     // totals_: rows of each expert in all chunks; first_row_: where this chunk's rows of the expert go.

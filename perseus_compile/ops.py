@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from perseus_compile import launch, launch_cuda, lower, tuned
-from perseus_compile.call_sites import CallSites, call_site
+from perseus_compile.call_sites import CallSites, experts_site, moe_site
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
@@ -172,7 +172,7 @@ def _checked_experts(args: tuple[Any, ...]) -> _Experts:
 
 def _experts_on_cuda(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    site = call_site(tensors[:3], tensors[3:], _hashable(numbers))
+    site = experts_site(*tensors, numbers=_hashable(numbers))
     call = _experts_sites.find(site)
     if call is None:
         call = _experts_sites.add(site, _checked_experts(args).plan(*tensors))
@@ -282,7 +282,7 @@ def _moe_on_cpu(*args: Any) -> Tensor:
 
 def _moe_on_cuda(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_MOE_TENSORS], _hashable(args[_NUM_MOE_TENSORS:])
-    site = call_site(tensors[:1], tensors[1:], numbers)
+    site = moe_site(*tensors, numbers=numbers)
     call = _moe_sites.find(site)
     if call is None:
         prepared = _prepared_moe(_router_args(*tensors[:4]), _weight_args(*tensors[4:]), numbers)

@@ -196,9 +196,12 @@ def measure(
     if model.device.type == "cuda":
         times = cuda_timing.measure(contestants, rounds, before_each=call.rewind)
         call.rewind()
-        clock_mhz = cuda_timing.clock_mhz(
-            lambda: (call.rewind(), contestants["perseus"]()), statistics.median(times["perseus"])
-        )
+
+        def rewound_call() -> None:
+            call.rewind()
+            contestants["perseus"]()
+
+        clock_mhz = cuda_timing.clock_mhz(rewound_call, statistics.median(times["perseus"]))
     else:
         times = cpu_timing.measure(contestants, rounds, before_each=call.rewind)
     found = conditions(model.device, commit=commit, clock_mhz=clock_mhz)

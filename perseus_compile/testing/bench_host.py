@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from perseus_compile import fused_experts, ops
-from perseus_compile.call_sites import call_site
+from perseus_compile.call_sites import experts_site
 from perseus_compile.facts import RoutingSpec
 from perseus_compile.jit import driver
 from perseus_compile.testing import cuda_timing
@@ -104,7 +104,7 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         "launch": lambda: prepared.launcher.launch(stream, *addresses),
         "allocate": allocate,
         "run": lambda: kernel.run(prepared, x_TD, ids_TK, weights_TK),
-        "site": lambda: ops._experts_sites.find(call_site(experts[:3], experts[3:], hashable)),
+        "site": lambda: ops._experts_sites.find(experts_site(*experts, numbers=hashable)),
         "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts_args),
         "experts": lambda: torch.ops.perseus.experts(*experts_args),
         "moe": lambda: torch.ops.perseus.moe(*moe_args),

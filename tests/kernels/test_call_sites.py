@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perseus_compile import fused_experts, grouped, launch_cuda, ops, reference
-from perseus_compile.call_sites import CallSites, call_site
+from perseus_compile.call_sites import CallSites, experts_site
 from perseus_compile.errors import LaunchError, UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit import driver
@@ -269,8 +269,8 @@ def test_numbers_come_in_the_order_of_the_specs(op: str, specs: Any) -> None:
 def test_sites_hold_no_tensor() -> None:
     tensors = _tensors()
     numbers = ("silu", (1.5, 7.0), 4)
-    site = call_site(tensors[:3], tensors[3:], numbers)
-    assert hash(site) == hash(call_site(tensors[:3], tensors[3:], numbers))
+    site = experts_site(*tensors, numbers)
+    assert hash(site) == hash(experts_site(*tensors, numbers))
 
     def parts(value: object) -> list[object]:
         return [part for one in value for part in parts(one)] if isinstance(value, tuple) else [value]

@@ -41,6 +41,7 @@ class CallSites(Generic[P]):
 
 
 def experts_site(
+    numbers: tuple[object, ...],
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -48,7 +49,6 @@ def experts_site(
     gate_up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    numbers: tuple[object, ...],
 ) -> tuple[object, ...]:
     """Of a call of ``perseus::experts``; ``numbers`` are the op's other arguments, hashable, in its order.
 
@@ -68,6 +68,7 @@ def experts_site(
 
 
 def moe_site(
+    numbers: tuple[object, ...],
     x_TD: Tensor,
     router_weight_ED: Tensor,
     router_bias_E: Tensor | None,
@@ -76,7 +77,6 @@ def moe_site(
     gate_up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    numbers: tuple[object, ...],
 ) -> tuple[object, ...]:
     """Of a call of ``perseus::moe``, as ``experts_site``."""
     return (

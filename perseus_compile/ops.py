@@ -172,7 +172,7 @@ def _checked_experts(args: tuple[Any, ...]) -> _Experts:
 
 def _experts_on_cuda(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    site = experts_site(*tensors, numbers=_hashable(numbers))
+    site = experts_site(_hashable(numbers), *tensors)
     call = _experts_sites.find(site)
     if call is None:
         call = _experts_sites.add(site, _checked_experts(args).plan(*tensors))
@@ -282,7 +282,7 @@ def _moe_on_cpu(*args: Any) -> Tensor:
 
 def _moe_on_cuda(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_MOE_TENSORS], _hashable(args[_NUM_MOE_TENSORS:])
-    site = moe_site(*tensors, numbers=numbers)
+    site = moe_site(numbers, *tensors)
     call = _moe_sites.find(site)
     if call is None:
         prepared = _prepared_moe(_router_args(*tensors[:4]), _weight_args(*tensors[4:]), numbers)

@@ -104,7 +104,7 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         "launch": lambda: prepared.launcher.launch(stream, *addresses),
         "allocate": allocate,
         "run": lambda: kernel.run(prepared, x_TD, ids_TK, weights_TK),
-        "site": lambda: ops._experts_sites.find(experts_site(*experts, numbers=hashable)),
+        "site": lambda: ops._experts_sites.find(experts_site(hashable, *experts)),
         "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts_args),
         "experts": lambda: torch.ops.perseus.experts(*experts_args),
         "moe": lambda: torch.ops.perseus.moe(*moe_args),

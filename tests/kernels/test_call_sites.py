@@ -269,8 +269,8 @@ def test_numbers_come_in_the_order_of_the_specs(op: str, specs: Any) -> None:
 def test_sites_hold_no_tensor() -> None:
     tensors = _tensors()
     numbers = ("silu", (1.5, 7.0), 4)
-    site = experts_site(*tensors, numbers)
-    assert hash(site) == hash(experts_site(*tensors, numbers))
+    site = experts_site(numbers, *tensors)
+    assert hash(site) == hash(experts_site(numbers, *tensors))
 
     def parts(value: object) -> list[object]:
         return [part for one in value for part in parts(one)] if isinstance(value, tuple) else [value]

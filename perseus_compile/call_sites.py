@@ -52,16 +52,17 @@ def experts_site(
 ) -> tuple[object, ...]:
     """Of a call of ``perseus::experts``; ``numbers`` are the op's other arguments, hashable, in its order.
 
-    Of tensors that move from call to call only the alignment of the address counts; of weights and biases the address
-    itself. Written out, not looped over: it is part of every call, and a third faster so.
+    Of tensors that move from call to call, where they lie does not count, but for the alignment of x; of weights and
+    biases the address does. It says the device as well: all devices share one address space with the host. Written out
+    and not looped over, since it is part of every call and a third faster so.
     """
     return (
         *(x_TD.data_ptr() % _ALIGN_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
-        *(ids_TK.data_ptr() % _ALIGN_BYTES, ids_TK.shape, ids_TK.stride(), ids_TK.dtype, ids_TK.device),
-        *(weights_TK.data_ptr() % _ALIGN_BYTES, weights_TK.shape, weights_TK.stride(), weights_TK.dtype),
-        *(weights_TK.device, gate_up.data_ptr(), gate_up.shape, gate_up.stride(), gate_up.dtype, gate_up.device),
+        *(ids_TK.shape, ids_TK.stride(), ids_TK.dtype, ids_TK.device),
+        *(weights_TK.shape, weights_TK.stride(), weights_TK.dtype, weights_TK.device),
+        *(gate_up.data_ptr(), gate_up.shape, gate_up.stride(), gate_up.dtype),
         None if gate_up_bias is None else _place(gate_up_bias),
-        *(down.data_ptr(), down.shape, down.stride(), down.dtype, down.device),
+        *(down.data_ptr(), down.shape, down.stride(), down.dtype),
         None if down_bias is None else _place(down_bias),
         numbers,
     )
@@ -81,17 +82,16 @@ def moe_site(
     """Of a call of ``perseus::moe``, as ``experts_site``."""
     return (
         *(x_TD.data_ptr() % _ALIGN_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
-        *(router_weight_ED.data_ptr(), router_weight_ED.shape, router_weight_ED.stride()),
-        *(router_weight_ED.dtype, router_weight_ED.device),
+        *(router_weight_ED.data_ptr(), router_weight_ED.shape, router_weight_ED.stride(), router_weight_ED.dtype),
         None if router_bias_E is None else _place(router_bias_E),
         None if correction_bias_E is None else _place(correction_bias_E),
-        *(gate_up.data_ptr(), gate_up.shape, gate_up.stride(), gate_up.dtype, gate_up.device),
+        *(gate_up.data_ptr(), gate_up.shape, gate_up.stride(), gate_up.dtype),
         None if gate_up_bias is None else _place(gate_up_bias),
-        *(down.data_ptr(), down.shape, down.stride(), down.dtype, down.device),
+        *(down.data_ptr(), down.shape, down.stride(), down.dtype),
         None if down_bias is None else _place(down_bias),
         numbers,
     )
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

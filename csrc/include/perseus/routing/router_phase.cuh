@@ -43,13 +43,13 @@ public:
     PERSEUS_D bool run() {
         prefetch_operands();
         const u32 num_products = router_products(params_.num_tokens, params_.route.num_experts);
-        // The code of what comes after the logits may have to come from memory, too. CTAs start in order: this one will
-        // find no product left, so it runs that code while others multiply.
-        if (blockIdx.x >= num_products && warp() == kWarps - 1) route(0, RouteResult::kDiscard);
-        multiply_claimed(num_products);
+        const bool had_product = multiply_claimed(num_products);
         const bool alone = params_.num_tokens <= kWarps;
         u32 pending = 0;
         if (threadIdx.x == 0 && !alone) pending = atomicAdd(&control_->route_claim, 1u);
+        // The code of what comes next may have to come from memory, too: an idle CTA runs it while others multiply. Not
+        // before its claim is answered: claims are not in the order of CTAs, and a late product delays all.
+        if (!had_product && warp() == kWarps - 1) route(0, RouteResult::kDiscard);
         if (!wait_by_all(params_, &control_->router_done, num_products, WaitPhase::kLogits, broadcast_)) return false;
         if (alone) {
             // NOTE: all CTAs store the same bytes to the same places, and each reads what it stored itself
@@ -79,12 +79,15 @@ private:
         }
     }
 
-    PERSEUS_D void multiply_claimed(u32 num_products) {
+    // Whether there was one for this CTA.
+    PERSEUS_D bool multiply_claimed(u32 num_products) {
+        bool had_product = false;
         for (;;) {
             const u32 index = next_claim(&control_->router_claim, num_products, pending_, broadcast_);
-            if (index >= num_products) return;
+            if (index >= num_products) return had_product;
             tile_.run(router_product(index, params_.route.num_experts));
             signal(&control_->router_done, 1);
+            had_product = true;
         }
     }
 

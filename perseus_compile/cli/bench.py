@@ -76,6 +76,8 @@ def moe_layer(
 def end_to_end(
     device: Device = None,
     layers: Annotated[int, typer.Option(min=1, help="decoder layers")] = 8,
+    prefill: Annotated[str, typer.Option(help="prompt lengths, separated by commas; may be empty")] = "4096",
+    decode: Annotated[str, typer.Option(help="batch sizes, separated by commas; may be empty")] = "1,16,64",
     rounds: Annotated[int, typer.Option(min=1, help="samples of each contestant")] = 11,
     commit: Commit = None,
     out: Out = Path("bench_e2e.jsonl"),
@@ -86,14 +88,16 @@ def end_to_end(
 
     where, say = _device(device), _clock()
     wrong: list[str] = []
+    lengths, batches = ([int(one) for one in text.split(",") if one] for text in (prefill, decode))
+    workloads = bench_e2e.workloads(lengths, batches)
     model = bench_e2e.random_model(bench_e2e.QWEN3_30B, num_layers=layers, device=where)
     say("the model is made")
-    exact = bench_e2e.exact_logits(model, bench_e2e.WORKLOADS)
+    exact = bench_e2e.exact_logits(model, workloads)
     say("float32 logits are known")
     table = Table(title=f"Qwen3-30B-A3B widths, {layers} layers: milliseconds", title_justify="left")
     for heading in ("workload", "tokens", "contestant", "median", "p20 - p80", "over best Inductor", "first call s"):
         table.add_column(heading)
-    for workload in bench_e2e.WORKLOADS:
+    for workload in workloads:
         try:
             rows = bench_e2e.measure(
                 *(model, f"qwen3_30b_{layers}_layers", workload, exact[workload]),

@@ -79,10 +79,17 @@ class Workload:
 
 
 CACHE_LENGTH = 1024  # tokens of each sequence
-WORKLOADS = (
-    Workload(name="prefill", sequences=1, new_tokens=4096, context=0),
-    *(Workload(name="decode", sequences=batch, new_tokens=1, context=CACHE_LENGTH - 1) for batch in (1, 16, 64)),
-)
+
+
+def workloads(prefill_lengths: Sequence[int], decode_batches: Sequence[int]) -> list[Workload]:
+    """Prefills of one sequence, then decode steps of so many sequences each."""
+    return [
+        *(Workload(name="prefill", sequences=1, new_tokens=length, context=0) for length in prefill_lengths),
+        *(
+            Workload(name="decode", sequences=batch, new_tokens=1, context=CACHE_LENGTH - 1)
+            for batch in decode_batches
+        ),
+    ]
 
 
 class Call:

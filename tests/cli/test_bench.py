@@ -75,11 +75,12 @@ def test_e2e(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
     monkeypatch.setattr(bench_e2e, "QWEN3_30B", {**bench_e2e.QWEN3_30B, **tiny, "vocab_size": 128})
     monkeypatch.setattr(bench_e2e, "CACHE_LENGTH", 16)
-    workloads = (bench_e2e.Workload(name="decode", sequences=3, new_tokens=1, context=15),)
-    monkeypatch.setattr(bench_e2e, "WORKLOADS", workloads)
     monkeypatch.setattr(bench_e2e, "_compiled", lambda with_graphs: {"inductor": bench_e2e.forward})
-    output, rows = run(tmp_path / "rows.jsonl", "e2e", "--device", "cpu", "--layers", "1", "--rounds", "1")
+    sizes = ("--layers", "1", "--prefill", "8", "--decode", "3")
+    output, rows = run(tmp_path / "rows.jsonl", "e2e", "--device", "cpu", *sizes, "--rounds", "1")
     assert [(row["case"], row["tokens"], row["impl"]) for row in rows] == [
+        ("qwen3_30b_1_layers/prefill", 8, "eager"),
+        ("qwen3_30b_1_layers/prefill", 8, "inductor"),
         ("qwen3_30b_1_layers/decode", 3, "eager"),
         ("qwen3_30b_1_layers/decode", 3, "inductor"),
     ]

@@ -1,4 +1,4 @@
-"""How will the experts of a rewritten layer run on a GPU? Rows for ``explain``, from fake tensors; launches nothing.
+"""How will a rewritten layer run on a GPU? Rows for ``explain``, from fake tensors; launches nothing.
 
 Axes: T tokens, K choices per token, D model width.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch.fx import Node
 
-from perseus_compile import cuda_plan, fused_experts, grouped
+from perseus_compile import cuda_plan, fused_experts, fused_moe, grouped
 from perseus_compile.cuda_cost import PLAIN, CallShape, predicted_ms
-from perseus_compile.facts import MoEMatch
+from perseus_compile.facts import MoEMatch, RouterMatch
 from perseus_compile.jit import abi
 from perseus_compile.jit.spec import TILE_CONFIGS
 
@@ -24,7 +24,7 @@ TOKENS = (1, 16, 128, 1024, 8192)  # a bucket each
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketReport:
-    """How the experts of a layer run for one token bucket."""
+    """How a layer runs for one token bucket."""
 
     num_tokens: int
     path: Literal["fused", "plain"]
@@ -35,6 +35,7 @@ class BucketReport:
     workspace_bytes: int | None  # of the one allocation beside the output; None on the plain path, which makes many
     workspace_bound_bytes: int | None  # what that allocation never exceeds
     reason: str  # why this path and these tiles
+    router: str  # where it runs, and why not in the launch of the experts
 
 
 def describe(match: MoEMatch) -> tuple[BucketReport, ...]:
@@ -56,47 +57,69 @@ def _row(match: MoEMatch, x: Tensor, num_tokens: int) -> BucketReport:
         x_TD = torch.empty(num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
         ids_TK = torch.empty(num_tokens, top_k, dtype=_value(match.ids_TK).dtype, device=x.device)
         weights_TK = torch.empty(num_tokens, top_k, dtype=_value(match.weights_TK).dtype, device=x.device)
+        router = _router(match.router, x_TD)
     shape = cuda_plan.call_shape(x_TD, ids_TK, gate_up, gate_up_bias, down, match.spec)
     reason = fused_experts.why_not(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, match.spec)
     if reason is not None:
-        milliseconds = predicted_ms(PLAIN, shape, cuda_plan.gpu_numbers(x.device.index))
-        return _report(shape, None, 1, milliseconds, "model", reason)
+        return BucketReport(
+            num_tokens=num_tokens,
+            path="plain",
+            kernel=None,
+            column_groups=1,
+            predicted_ms=predicted_ms(PLAIN, shape, cuda_plan.gpu_numbers(x.device.index)),
+            source="model",
+            workspace_bytes=None,
+            workspace_bound_bytes=None,
+            reason=reason,
+            router=router or "apart: the plain path has none",
+        )
     plain_covers = grouped.unsupported_reason(x_TD, gate_up, down, match.spec) is None
     plan = cuda_plan.plan_for(shape, x.device.index, plain_covers=plain_covers)
-    return _report(shape, plan.tiles, plan.column_groups, plan.predicted_ms, plan.source, plan.reason)
+    return _report_of_plan(shape, plan, router)
 
 
-def _report(
-    shape: CallShape,
-    tiles: str | None,
-    column_groups: int,
-    milliseconds: float,
-    source: Literal["model", "tuned"],
-    reason: str,
-) -> BucketReport:
-    workspace = bound = None
-    sizes = {
-        "num_tokens": shape.num_tokens,
-        "top_k": shape.top_k,
-        "model_width": shape.model_width,
-        "expert_width": shape.expert_width,
-    }
-    if tiles is not None:
-        max_tokens = TILE_CONFIGS[tiles].max_tokens
-        layout = abi.workspace_layout(
-            **sizes, num_local_experts=shape.num_local_experts, max_tokens_per_tile=max_tokens
-        )
-        workspace, bound = layout.total_bytes, abi.workspace_bound_bytes(**sizes)
+def _router(match: RouterMatch | None, x_TD: Tensor) -> str | None:
+    """None: in the launch of the experts, if the path and the tiles allow."""
+    if match is None:
+        return "the model's own code"
+    bias, correction_bias = (None if one is None else _value(one) for one in (match.bias_E, match.correction_bias_E))
+    reason = fused_moe.why_apart(fused_moe.Router(_value(match.weight_ED), bias, correction_bias, match.spec), x_TD)
+    return None if reason is None else f"apart: {reason}"
+
+
+def _report_of_plan(shape: CallShape, plan: cuda_plan.CudaPlan, router: str | None) -> BucketReport:
+    workspace = bound = kernel = None
+    if plan.tiles is None:
+        router = router or "apart: the plain path has none"
+    else:
+        tiles = TILE_CONFIGS[plan.tiles]
+        if router is None and not tiles.may_route:
+            router = "apart: a launch with tiles for many rows has none"
+        sizes = {
+            "num_tokens": shape.num_tokens,
+            "top_k": shape.top_k,
+            "model_width": shape.model_width,
+            "expert_width": shape.expert_width,
+        }
+        workspace = abi.workspace_layout(
+            **sizes,
+            num_local_experts=shape.num_local_experts,
+            max_tokens_per_tile=tiles.max_tokens,
+            num_router_experts=shape.num_experts if router is None else 0,
+        ).total_bytes
+        bound = abi.workspace_bound_bytes(**sizes)
+        kernel = f"perseus_moe_fwd {plan.tiles} {shape.weight_layout} {shape.activation}"
     return BucketReport(
         num_tokens=shape.num_tokens,
-        path="plain" if tiles is None else "fused",
-        kernel=None if tiles is None else f"perseus_moe_fwd {tiles} {shape.weight_layout} {shape.activation}",
-        column_groups=column_groups,
-        predicted_ms=milliseconds,
-        source=source,
+        path=plan.path,
+        kernel=kernel,
+        column_groups=plan.column_groups,
+        predicted_ms=plan.predicted_ms,
+        source=plan.source,
         workspace_bytes=workspace,
         workspace_bound_bytes=bound,
-        reason=reason,
+        reason=plan.reason,
+        router=router or "in the launch",
     )
 
 

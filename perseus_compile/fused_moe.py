@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perseus_compile import fused_experts, fused_router
+from perseus_compile import fused_experts, fused_router, grouped
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit.moe_kernel import LaunchRouter
 
@@ -49,7 +49,7 @@ def why_not(router: Router, x_TD: Tensor) -> str | None:
         if dtype != torch.bfloat16:
             return f"a router in the launch needs bfloat16, got {name} of {dtype}"
     steps = weight_ED.stride()
-    if steps[1] != 1 or steps[0] % 8 or weight_ED.data_ptr() % _ALIGN_BYTES:
+    if steps[1] != 1 or steps[0] % 8 or grouped.address_of(weight_ED) % _ALIGN_BYTES:
         return f"router_weight needs a contiguous last axis and rows on 16-byte boundaries, got strides {steps}"
     if weight_ED.shape[0] * steps[0] >= _MAX_WEIGHT_ELEMENTS:
         return f"router_weight must span fewer than {_MAX_WEIGHT_ELEMENTS} elements, got strides {steps}"
@@ -57,6 +57,14 @@ def why_not(router: Router, x_TD: Tensor) -> str | None:
         return f"router_bias must be contiguous, got strides {bias_E.stride()}"
     logits_TE = x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]))
     return fused_router.why_not(logits_TE, correction_bias_E, spec)
+
+
+def why_apart(router: Router, x_TD: Tensor) -> str | None:
+    """Why a router has launches of its own before that of the experts; None: it has not, if the tiles allow."""
+    (num_tokens, model_width), num_experts = x_TD.shape, router.weight_ED.shape[0]
+    if not router_in_launch(num_tokens, num_experts, model_width):
+        return f"launches of its own are faster for a router of {num_tokens} tokens and {num_experts} experts"
+    return why_not(router, x_TD)
 
 
 def make_plan(router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spec: ExpertsSpec) -> fused_experts.Plan:
@@ -67,12 +75,10 @@ def make_plan(router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spe
     Raises:
         LaunchError: the first call of a kernel comes inside a graph capture, or the driver refuses a weight.
     """
-    (num_tokens, model_width), num_experts = x_TD.shape, router.weight_ED.shape[0]
-    reason = why_not(router, x_TD)
-    if reason is None and not router_in_launch(num_tokens, num_experts, model_width):
-        reason = f"launches of its own are faster for a router of {num_tokens} tokens and {num_experts} experts"
+    reason = why_apart(router, x_TD)
     if reason is not None:
         return fused_experts.Plan(None, None, reason)
+    num_tokens, num_experts = x_TD.shape[0], router.weight_ED.shape[0]
     params = fused_router.route_params(router.spec, num_tokens, num_experts, torch.bfloat16, router.correction_bias_E)
     weights_TK = torch.empty((num_tokens, router.spec.top_k), device="meta")
     tensors = (x_TD, weights_TK.to(torch.int32), weights_TK, *expert_tensors)

@@ -63,8 +63,9 @@ def _cuda_tables(layers: tuple[ExplainedLayer, ...]) -> list[Table]:
 
 
 def _cuda_table(buckets: tuple[BucketReport, ...], names: str) -> Table:
-    table = Table(title=f"Experts on the GPU, router not included: {names}", title_justify="left")
-    for heading in ("tokens", "path", "kernel", "column groups", "predicted ms", "workspace / bound MiB", "reason"):
+    table = Table(title=f"On the GPU, milliseconds without the router: {names}", title_justify="left")
+    headings = ("tokens", "path", "kernel", "column groups", "predicted ms", "workspace / bound MiB", "reason", "router")
+    for heading in headings:
         table.add_column(heading, overflow="fold")
     for row in buckets:
         table.add_row(
@@ -75,6 +76,7 @@ def _cuda_table(buckets: tuple[BucketReport, ...], names: str) -> Table:
             f"{row.predicted_ms:.3g} ({row.source})",
             f"{_mebibytes(row.workspace_bytes)} / {_mebibytes(row.workspace_bound_bytes)}",
             Text(row.reason),
+            Text(row.router),
         )
     return table
 

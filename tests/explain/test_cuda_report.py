@@ -68,8 +68,11 @@ def test_a_row_per_bucket(tuned_entries: dict[tuned.Key, tuned.Timed]) -> None:
     for row in rows:
         assert row.workspace_bytes and row.workspace_bound_bytes
         assert row.workspace_bytes <= row.workspace_bound_bytes
-    # one token: 2 rows of hidden and of outputs and 2 row numbers, 4 blocks and their flags, 64 counts per expert
-    assert rows[0].workspace_bytes == 256 + 256 + 256 + 256 + 256 + 64 * 8 * 4
+    # one token: 2 rows of hidden and of outputs and 2 row numbers, 4 blocks and their flags, 64 counts per expert,
+    # then logits, ids and weights of the router
+    assert rows[0].workspace_bytes == 256 + 256 + 256 + 256 + 256 + 64 * 8 * 4 + 3 * 256
+    assert rows[0].router == "in the launch"
+    assert rows[1].router == "apart: launches of its own are faster for a router of 16 tokens and 8 experts"
 
 
 def test_a_tuned_bucket_says_so(tuned_entries: dict[tuned.Key, tuned.Timed]) -> None:
@@ -124,8 +127,8 @@ def test_table_has_layers_that_run_alike_once(tuned_entries: dict[tuned.Key, tun
     )
     report = Report(layers=layers, graph_breaks=(), num_graphs=1, num_moe_modules=3)
     text = str(report)
-    table = text[text.index("Experts on the GPU") :]
-    assert table.startswith("Experts on the GPU, router not included: layers.0.mlp, layers.1.mlp and 1 more")
+    table = text[text.index("On the GPU") :]
+    assert table.startswith("On the GPU, milliseconds without the router: layers.0.mlp, layers.1.mlp and 1 more")
     assert table.count("perseus_moe_fwd") == len(cuda_report.TOKENS)
     assert f"{rows[-1].predicted_ms:.3g} (model)" in table
     assert report.to_dict()["layers"][0]["cuda"][0]["kernel"] == rows[0].kernel
@@ -142,4 +145,7 @@ def test_explain_of_a_model_on_a_gpu() -> None:
         assert layer.status == "rewritten", layer.reason
         assert {row.path for row in layer.cuda} == {"fused" if is_hopper else "plain"}
         assert all(row.predicted_ms > 0 and row.reason for row in layer.cuda)
-    assert "Experts on the GPU" in str(report)
+    assert "On the GPU" in str(report)
+    if is_hopper:
+        in_launch = [row.num_tokens for row in report.layers[0].cuda if row.router == "in the launch"]
+        assert in_launch == [1]

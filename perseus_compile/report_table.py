@@ -64,8 +64,9 @@ def _cuda_tables(layers: tuple[ExplainedLayer, ...]) -> list[Table]:
 
 def _cuda_table(buckets: tuple[BucketReport, ...], names: str) -> Table:
     table = Table(title=f"On the GPU, milliseconds without the router: {names}", title_justify="left")
-    headings = ("tokens", "path", "kernel", "column groups", "predicted ms", "MiB / bound", "reason", "router")
-    for heading in headings:
+    for heading in ("tokens", "path", "kernel", "column groups", "predicted ms", "workspace / bound MiB"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("reason", "router"):
         table.add_column(heading, overflow="fold")
     for row in buckets:
         table.add_row(

@@ -1,0 +1,475 @@
+"""Does the compiled code still compute what eager computes, after one change of a MoE layer's graph?
+
+    python tests/passes/fuzz.py --mutants 10000 --seed 0
+
+A source is a layer captured once by Dynamo and viewed as ATen. A mutant is a copy of its graph with one edit of
+``mutations.py``, which goes through ``backend.rewrite_graph`` as a graph from Dynamo does. Outputs, what became of the
+inputs, and gradients must equal those of the mutant run by torch: wrong numbers and crashes are failures. Mutants that
+torch itself cannot run, or that compute something else at each run, are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mutations import MUTATIONS, Edit, edits
+from spellings import (
+    BatchedMM,
+    Experts,
+    GroupedMM,
+    changed,
+    chosen_softmax_router,
+    grouped_sigmoid_router,
+    softmax_router,
+)
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from perseus_compile.capture import AtenView, ExecutionState, aten_view
+from perseus_compile.errors import UnsupportedMoE
+from perseus_compile.facts import MoEMatch, MoEPlan
+from perseus_compile.moe_modules import find_moe_modules
+from perseus_compile.passes.match_moe import find_moe_layers
+from perseus_compile.passes.rewrite_moe import rewrite
+from perseus_compile.plan import plan
+from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
+
+TRACED_TOKENS = 6  # no other size of the sources
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A layer to start from: ``module(*args)``, with the token count in axis ``token_axis`` of every argument."""
+
+    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
+    token_axis: int = 0
+
+
+# ---- the sources
+
+
+def _layer(
+    spelling: type[Experts], *, sizes: Mapping[str, Any] | None = None, dtype: torch.dtype = torch.float64, **steps: Any
+) -> Source:
+    """float64, where rounding hides no mistake, unless it is to be another."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        module = changed(spelling, **steps)(**(sizes or {}))
+        return module.to(dtype), (torch.randn(TRACED_TOKENS, 8, dtype=dtype),)
+
+    return Source(make)
+
+
+def _correction(layer: Any) -> None:
+    layer.correction = nn.Parameter(torch.randn(layer.num_experts))
+
+
+def _clamped_gate(layer: Experts, hidden: Tensor) -> Tensor:
+    gate, up = hidden[..., ::2], hidden[..., 1::2]
+    gate, up = gate.clamp(min=None, max=0.7), up.clamp(min=-0.7, max=0.7)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def _gelu_gate(layer: Experts, hidden: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(hidden[:, :12], approximate="tanh") * hidden[:, 12:]
+
+
+def _einsum(layer: Experts, rows: Tensor, weight: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+    return torch.einsum("rd,rfd->rf", rows, weight[ids])
+
+
+def _given_ids(spelling: type[Experts]) -> Source:
+    """The ids and weights of the choice are inputs, and so are others."""
+
+    def forward(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+        return layer.experts(x, ids, weights), others.sum()
+
+    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        ids = torch.randint(4, (TRACED_TOKENS, 2))
+        x, weights = torch.randn(TRACED_TOKENS, 8).double(), torch.rand(TRACED_TOKENS, 2).double()
+        return changed(spelling, forward=forward)().double(), (x, ids, weights, ids.flip(0))
+
+    return Source(make)
+
+
+class _TwoLayers(nn.Module):
+    """Their values have the same shapes, so that mutations exchange them."""
+
+    def __init__(self, first: type[Experts], second: type[Experts]) -> None:
+        super().__init__()
+        self.first, self.second = first(), second()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(x + self.first(x))
+
+
+def _two_layers(first: type[Experts], second: type[Experts]) -> Source:
+    return Source(lambda: (_TwoLayers(first, second).double(), (torch.randn(TRACED_TOKENS, 8).double(),)))
+
+
+def _hugging_face(model_type: str, implementation: str) -> Source:
+    """The MoE block of a tiny model: router, experts and shared expert."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
+        model = tiny_causal_lm(model_type, implementation=implementation, dtype=torch.float64)
+        block = find_moe_modules(model)[-1].owner
+        assert block is not None, "experts of Hugging Face models lie in a block with their router"
+        return block, (torch.randn(1, TRACED_TOKENS, model.config.hidden_size).double(),)
+
+    return Source(make, token_axis=1)
+
+
+_GROUPS = {"prepare": _correction, "route": grouped_sigmoid_router}
+SPELLINGS: dict[str, Source] = {
+    "grouped": _layer(GroupedMM),
+    "grouped, bias": _layer(GroupedMM, sizes={"bias": True}, route=softmax_router),
+    "grouped, in_out, square": _layer(GroupedMM, sizes={"layout": "in_out", "width": 8, "expert_width": 8}),
+    "grouped, groups": _layer(GroupedMM, **_GROUPS),
+    "grouped, clamped gate": _layer(GroupedMM, route=chosen_softmax_router, gate=_clamped_gate),
+    "grouped, given ids": _given_ids(GroupedMM),
+    "batched": _layer(BatchedMM),
+    "batched, bias": _layer(BatchedMM, sizes={"bias": True}, gate=_gelu_gate),
+    "batched, in_out, square": _layer(BatchedMM, sizes={"layout": "in_out", "width": 8, "expert_width": 8}),
+    "batched, groups": _layer(BatchedMM, **_GROUPS),
+    "batched, chosen softmax": _layer(BatchedMM, route=chosen_softmax_router),
+    "batched, given ids": _given_ids(BatchedMM),
+    "einsum": _layer(BatchedMM, linear=_einsum),
+    "grouped, float32": _layer(GroupedMM, dtype=torch.float32),
+    "batched, float32": _layer(BatchedMM, sizes={"bias": True}, dtype=torch.float32),
+    "grouped, bfloat16": _layer(GroupedMM, sizes={"expert_width": 16}, dtype=torch.bfloat16),
+    "all sizes equal": _layer(GroupedMM, sizes={"num_experts": 8, "top_k": 8, "expert_width": 8}),
+    "two layers": _two_layers(GroupedMM, BatchedMM),
+}
+FAMILIES: dict[str, Source] = {
+    f"{model_type}, {implementation}": _hugging_face(model_type, implementation)
+    for model_type in MODEL_TYPES
+    for implementation in ("grouped_mm", "batched_mm")
+}
+SOURCES = {**SPELLINGS, **FAMILIES}
+
+
+@functools.cache
+def captured(name: str) -> GraphModule:
+    """The ATen view of a source, as a graph that a backend could be given: nodes carry ``example_value``."""
+    source, views = SOURCES[name], []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        views.append(aten_view(gm))
+        return gm.forward
+
+    torch.manual_seed(0)
+    module, args = source.make()
+    for arg in args:
+        torch._dynamo.mark_dynamic(arg, source.token_axis)
+    torch._dynamo.reset()
+    torch.compile(module, backend=backend, fullgraph=True)(*args)
+    (view,) = views
+    assert not view.opaque, f"{name} has steps that cannot be run from its view: {view.opaque}"
+    for node in view.graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+        node.meta["source text"] = _text(node)
+    return GraphModule(view.graph.owning_module, view.graph)
+
+
+# ---- one mutant
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    source: str
+    mutation: str
+    number: int  # among the edits of the mutation
+
+    def make(self) -> tuple[GraphModule, Edit]:
+        """The changed graph, without fake values where the edit may have changed them."""
+        original = captured(self.source)
+        graph = Graph()
+        graph.output(graph.graph_copy(original.graph, {}))
+        edit = edits(graph, self.mutation)[self.number]
+        edit.apply()
+        return GraphModule(original, graph), edit
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.mutation} {self.number}: {self.make()[1].what}"
+
+
+def check(mutant: Mutant) -> tuple[str, str]:
+    """What became of a mutant: "skipped", "refused", "experts", "moe" or "FAILED", and why."""
+    gm, _ = mutant.make()
+    first, *others = [_draw(gm.graph, *draw) for draw in DRAWS]
+    try:
+        expected = [(first, *_run_with_gradients(gm, first))]
+        _set_fake_values(gm)
+    except Exception as error:
+        return "skipped", f"torch cannot run it: {type(error).__name__}"
+    expected += [(draw, False, numbers) for draw in others if (numbers := _run_if_possible(gm, draw)) is not None]
+    try:
+        replaced, reasons = _rewrite(gm)
+    except Exception as error:
+        return "FAILED", f"{type(error).__name__}: {error}\n{gm.graph}"
+    if not replaced:
+        return "refused", "; ".join(reasons) or "no layer in sight"
+    for draw, gradients, numbers in expected:
+        try:
+            wrong = difference(run(gm, draw, gradients=gradients), numbers)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            excuse = _excuse(mutant, draw, gradients, numbers)
+            return ("skipped", excuse) if excuse else ("FAILED", f"{wrong}\n{gm.graph}")
+    return min(replaced), "; ".join(reasons)
+
+
+def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[str], list[str]]:
+    """Matches, plans and rewrites, as ``backend.rewrite_graph`` does: the ops put in, and the reasons given."""
+    nodes = list(gm.graph.nodes)
+    view = AtenView(
+        graph=gm.graph,
+        source=gm,
+        origin={node: node for node in nodes},
+        results={node: [node] for node in nodes if isinstance(node.meta.get("val"), Tensor)},
+        state=dict.fromkeys(nodes, ExecutionState(grad=True, inference_depth=0, autocast=False, transform=False)),
+        opaque=frozenset(),
+    )
+    replaced, reasons = [], []
+    for result in find_moe_layers(view):
+        decision = plan(result) if isinstance(result, MoEMatch) else result
+        if isinstance(decision, MoEPlan):
+            rewrite(gm.graph, result, decision, check_ids=check_ids)
+            replaced.append(decision.op)
+            reasons.append(decision.why)
+        else:
+            reasons.append(decision.reason)
+    gm.graph.lint()
+    return replaced, reasons
+
+
+def _excuse(mutant: Mutant, draw: list[Any], gradients: bool, numbers: dict[str, Any]) -> str | None:
+    """Why torch's own numbers mean nothing here, if they do not."""
+    gm, _ = mutant.make()
+    if any(difference(run(gm, draw, gradients=gradients), numbers) is not None for _ in range(2)):
+        return "torch computes something else at each run"
+    # The op adds in another order than torch: casts to integers, remainders and ties can make much of little.
+    if difference(run(gm, _rounded_otherwise(draw), gradients=gradients), numbers) is not None:
+        return "rounding decides about torch's numbers"
+    _set_fake_values(gm)
+    _rewrite(gm, check_ids=True)
+    try:
+        run(gm, draw, gradients=False)
+    except UnsupportedMoE as error:
+        return str(error)
+    return None
+
+
+def _rounded_otherwise(draw: list[Any]) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+        return value * (1 + 4 * torch.finfo(value.dtype).eps * noise)
+
+    return [change(value) for value in draw]
+
+
+def _run_with_gradients(gm: GraphModule, draw: list[Any]) -> tuple[bool, dict[str, Any]]:
+    """Code that writes in place to a parameter, or to what autograd saved, has no gradients."""
+    try:
+        return True, run(gm, draw, gradients=True)
+    except RuntimeError:
+        return False, run(gm, draw, gradients=False)
+
+
+def _run_if_possible(gm: GraphModule, draw: list[Any]) -> dict[str, Any] | None:
+    try:
+        return run(gm, draw, gradients=False)
+    except Exception:  # sizes that fit only in the other draws
+        return None
+
+
+# Token count, factor of the spread, and whether rows with inf and nan are among them. T is K and E of most sources.
+DRAWS = ((5, 1.0, False), (2, 30.0, False), (4, 1.0, True))
+
+
+def _draw(graph: Graph, num_tokens: int, spread: float, extremes: bool) -> list[Any]:
+    """Random values for the placeholders of ``graph``; the same for every mutant of a source."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    values: list[Any] = []
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            values.append(num_tokens if isinstance(value, torch.SymInt) else value)
+            continue
+        is_token = any(isinstance(size, torch.SymInt) for size in value.shape)
+        shape = [size if isinstance(size, int) else num_tokens for size in value.shape]
+        if not value.is_floating_point():
+            values.append(torch.randint(4, shape, generator=generator, dtype=value.dtype))
+            continue
+        drawn = torch.randn(shape, generator=generator) * (spread if is_token else _scale(shape))
+        if is_token and extremes:
+            rows = drawn.view(-1, shape[-1])
+            rows[0, 0], rows[1, -1], rows[2, 1] = float("inf"), float("nan"), -1e4
+        values.append(drawn.to(value.dtype))
+    return values
+
+
+def _scale(shape: Sequence[int]) -> float:
+    return shape[-1] ** -0.5 if len(shape) > 2 else 1.0
+
+
+def _set_fake_values(gm: GraphModule) -> None:
+    """What Dynamo would have noted on the nodes that are not as in the source, and on those that follow from them."""
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    fake_mode = next(value.fake_mode for value in values if isinstance(value, Tensor))
+    shape_env = fake_mode.shape_env
+    stale: set[Node] = set()
+    with fake_mode, torch.no_grad(), shape_env.ignore_fresh_unbacked_symbols(), shape_env.suppress_guards():
+        for node in gm.graph.nodes:
+            changed = node.meta.get("source text") != _text(node) or not stale.isdisjoint(node.all_input_nodes)
+            if node.op == "call_function" and changed:
+                stale.add(node)
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                node.meta["val"] = node.meta["example_value"] = node.target(*args, **kwargs)
+
+
+def _text(node: Node) -> str:
+    return f"{node.target} {node.args} {node.kwargs}"
+
+
+def run(gm: GraphModule, draw: list[Any], *, gradients: bool) -> dict[str, Any]:
+    """Outputs, what became of the inputs, and gradients of the inputs, by name."""
+    leaves = [value.clone() if isinstance(value, Tensor) else value for value in draw]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaf.requires_grad_(gradients)
+    with torch.set_grad_enabled(gradients):
+        # The tokens come from the layer before, and may be written to; parameters are leaves.
+        given = [leaf * 1 if is_tokens else leaf for leaf, is_tokens in zip(leaves, _are_tokens(gm), strict=True)]
+        outputs = Interpreter(gm).run(*given)
+    named = {f"output {i}": output for i, output in enumerate(outputs)}
+    named |= {f"input {i} afterwards": value for i, value in enumerate(given)}
+    differentiable = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    if differentiable:
+        # A cosine gives every element of the output its own weight.
+        sum((o.float() * torch.arange(o.numel()).cos().view_as(o)).sum() for o in differentiable).backward()
+        named |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in named.items()}
+
+
+def _are_tokens(gm: GraphModule) -> list[bool]:
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    return [
+        isinstance(value, Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape) for value in values
+    ]
+
+
+def difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """The first value that is not what it should be, or None."""
+    for name in sorted({*actual, *expected}):
+        wrong = _difference(actual.get(name), expected.get(name))
+        if wrong is not None:
+            return f"{name}: {wrong}"
+    return None
+
+
+def _difference(actual: Any, expected: Any) -> str | None:
+    """Finite numbers are compared at the size of their row, since sums of large numbers may be small."""
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        return None if actual is expected or actual == expected else f"{actual} for {expected}"
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"{list(actual.shape)} {actual.dtype} for {list(expected.shape)} {expected.dtype}"
+    if not expected.is_floating_point():
+        wrong = actual != expected
+    else:
+        finite = expected.isfinite() & actual.isfinite()
+        size = expected.where(finite, 0).abs()
+        size = size.amax(dim=-1, keepdim=True) if size.dim() and size.numel() else size
+        near = (actual - expected).abs() <= _TOLERANCE[expected.dtype] * (size + 0.1)
+        wrong = ~torch.where(finite, near, (actual == expected) | (actual.isnan() & expected.isnan()))
+    if not wrong.any():
+        return None
+    first = tuple(int(i) for i in wrong.nonzero()[0])
+    return f"{int(wrong.sum())} of {wrong.numel()}, first {actual[first]} for {expected[first]} at {first}"
+
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 4e-2}
+
+
+# ---- many mutants
+
+
+@dataclasses.dataclass
+class Result:
+    """How many mutants ended how, and each failure."""
+
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: dict[Mutant, str] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        ran = self.counts.total() - self.counts["skipped"]
+        counts = ", ".join(f"{self.counts[name]} {name}" for name in ("refused", "experts", "moe", "FAILED"))
+        return f"{ran} mutants ran: {counts}; {self.counts['skipped']} skipped, since torch cannot run them"
+
+
+def mutants(sources: Sequence[str], seed: int) -> Iterator[Mutant]:
+    """Different mutants in random order: each source is as likely as any other, and so is each mutation."""
+    order = random.Random(seed)
+    left: dict[tuple[str, str], list[int]] = {}
+    for source in sources:
+        for mutation in MUTATIONS:
+            num_edits = len(edits(captured(source).graph, mutation))
+            left[source, mutation] = order.sample(range(num_edits), num_edits)
+    while places := [place for place, numbers in left.items() if numbers]:
+        source, mutation = order.choice(places)
+        yield Mutant(source, mutation, left[source, mutation].pop())
+
+
+def fuzz(num_mutants: int, seed: int, sources: Sequence[str] = tuple(SOURCES), *, report: Any = None) -> Result:
+    """Checks mutants until ``num_mutants`` ran, or none is left."""
+    result = Result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for mutant in mutants(sources, seed):
+            outcome, why = check(mutant)
+            result.counts[outcome] += 1
+            if outcome == "FAILED":
+                result.failures[mutant] = why
+            if report is not None:
+                report(mutant, outcome, why)
+            if result.counts.total() - result.counts["skipped"] >= num_mutants:
+                break
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutants", type=int, default=10_000, help="how many mutants to run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--source", choices=sorted(SOURCES), help="mutants of this source alone")
+    parser.add_argument("--verbose", action="store_true", help="a line for every mutant")
+    args = parser.parse_args()
+
+    def report(mutant: Mutant, outcome: str, why: str) -> None:
+        if args.verbose or outcome == "FAILED":
+            print(f"{outcome}: {mutant}\n    {why}", flush=True)
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    result = fuzz(args.mutants, args.seed, [args.source] if args.source else list(SOURCES), report=report)
+    print(f"seed {args.seed}: {result}, {time.perf_counter() - start:.0f} s")
+    return 1 if result.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -356,7 +356,7 @@ def run(gm: GraphModule, draw: list[Any], *, gradients: bool) -> dict[str, Any]:
     with torch.set_grad_enabled(gradients):
         # The tokens come from the layer before, and may be written to; parameters are leaves.
         given = [leaf * 1 if is_tokens else leaf for leaf, is_tokens in zip(leaves, _are_tokens(gm), strict=True)]
-        outputs = Interpreter(gm).run(*given)
+        outputs = _Runner(gm).run(*given)
     named = {f"output {i}": output for i, output in enumerate(outputs)}
     named |= {f"input {i} afterwards": value for i, value in enumerate(given)}
     differentiable = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
@@ -365,6 +365,14 @@ def run(gm: GraphModule, draw: list[Any], *, gradients: bool) -> dict[str, Any]:
         sum((o.float() * torch.arange(o.numel()).cos().view_as(o)).sum() for o in differentiable).backward()
         named |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in named.items()}
+
+
+class _Runner(Interpreter):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.transformers.grouped_mm_fallback.default:
+            # Its backward reads the offsets again, and does not notice what was written to them meanwhile.
+            args = (*args[:2], args[2].clone())
+        return super().call_function(target, args, kwargs)
 
 
 def _are_tokens(gm: GraphModule) -> list[bool]:
@@ -377,14 +385,16 @@ def _are_tokens(gm: GraphModule) -> list[bool]:
 def difference(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
     """The first value that is not what it should be, or None."""
     for name in sorted({*actual, *expected}):
-        wrong = _difference(actual.get(name), expected.get(name))
+        is_gradient = name.startswith("gradient")
+        wrong = _difference(actual.get(name), expected.get(name), is_gradient=is_gradient)
         if wrong is not None:
             return f"{name}: {wrong}"
     return None
 
 
-def _difference(actual: Any, expected: Any) -> str | None:
+def _difference(actual: Any, expected: Any, *, is_gradient: bool) -> str | None:
     """Finite numbers are compared at the size of their row, since sums of large numbers may be small."""
+    tolerance = _GRADIENT_TOLERANCE if is_gradient else _TOLERANCE
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         return None if actual is expected or actual == expected else f"{actual} for {expected}"
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
@@ -395,8 +405,10 @@ def _difference(actual: Any, expected: Any) -> str | None:
         finite = expected.isfinite() & actual.isfinite()
         size = expected.where(finite, 0).abs()
         size = size.amax(dim=-1, keepdim=True) if size.dim() and size.numel() else size
-        near = (actual - expected).abs() <= _TOLERANCE[expected.dtype] * (size + 0.1)
-        wrong = ~torch.where(finite, near, (actual == expected) | (actual.isnan() & expected.isnan()))
+        near = (actual - expected).abs() <= tolerance[expected.dtype] * (size + 0.1)
+        # The sums of a gradient have no order of their own: inf in one is nan in another.
+        same = ~actual.isfinite() if is_gradient else (actual == expected) | (actual.isnan() & expected.isnan())
+        wrong = ~torch.where(expected.isfinite(), finite & near, same)
     if not wrong.any():
         return None
     first = tuple(int(i) for i in wrong.nonzero()[0])
@@ -404,6 +416,8 @@ def _difference(actual: Any, expected: Any) -> str | None:
 
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 4e-2}
+# Routers compute in float32, and add their gradients in another order.
+_GRADIENT_TOLERANCE = {**_TOLERANCE, torch.float64: 2e-5}
 
 
 # ---- many mutants

@@ -213,7 +213,7 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
 
 
 def optional_argument(node: Node) -> Edits:
-    """An optional argument that the node leaves out."""
+    """An optional argument that the node leaves out, as the dispatcher hands it on: by position where it can be."""
     if not isinstance(node.target, OpOverload):
         return
     for position, spec in enumerate(node.target._schema.arguments):
@@ -224,8 +224,17 @@ def optional_argument(node: Node) -> Edits:
             if value != spec.default_value:
                 yield Edit(
                     f"{_name(node)} {spec.name}: {value}",
-                    lambda name=spec.name, value=value: node.update_kwarg(name, value),
+                    lambda position=position, value=value: _set_optional(node, position, value),
                 )
+
+
+def _set_optional(node: Node, position: int, value: Any) -> None:
+    specs = node.target._schema.arguments
+    if specs[position].kwarg_only:
+        node.update_kwarg(specs[position].name, value)
+    else:
+        left_out = [spec.default_value for spec in specs[len(node.args) : position]]
+        node.args = (*node.args, *left_out, value)
 
 
 # ---- edges

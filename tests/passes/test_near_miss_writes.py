@@ -69,6 +69,17 @@ def write_to_correction(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
+def inverse_is_read(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return GroupedMM.forward(layer, x), layer.inverse
+
+
+def invert_by_operator(layer: Any, permutation: Tensor) -> Tensor:
+    """The write has no reader in Dynamo's graph; only its operator says that it is one."""
+    layer.inverse = torch.zeros_like(permutation)
+    torch.ops.aten.index_put_.default(layer.inverse, [permutation], torch.arange(permutation.size(0)))
+    return layer.inverse
+
+
 def ids_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
     weights, ids = layer.route(x)
     out = layer.experts(x, ids, weights)
@@ -166,6 +177,12 @@ CASES = (
         "halves written through their base",
         layer_of(BatchedMM, gate=halves_written_through_base),
         "refused: aten.squeeze.dim inside it is also read by aten.detach.default",
+    ),
+    Case(
+        "inverse written by an operator and read outside",
+        layer_of(GroupedMM, forward=inverse_is_read, invert=invert_by_operator),
+        "moe",
+        gradients=False,
     ),
     # writes afterwards
     Case(

@@ -2,18 +2,20 @@
 
     python tests/passes/fuzz.py --mutants 10000 --seed 0
 
-A source is a layer captured once by Dynamo and viewed as ATen. A mutant is a copy of its graph with one edit of
-``mutations.py``, which goes through ``backend.rewrite_graph`` as a graph from Dynamo does. Outputs, what became of the
-inputs, and gradients must equal those of the mutant run by torch: wrong numbers and crashes are failures. Mutants that
-torch itself cannot run, or that compute something else at each run, are skipped.
+A mutant is a copy of the ATen graph of a layer (``mutant_sources.py``) with one edit of ``mutations.py``. It goes
+through match, plan and rewrite as a graph from Dynamo does. Outputs, what became of the inputs, and gradients must
+equal those of the mutant run by torch: wrong numbers and crashes are failures. Mutants for which torch itself has no
+numbers are skipped: those that it cannot run, whose numbers differ from run to run or are decided by rounding, and
+those whose expert ids are out of range.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
-import functools
+import itertools
 import random
 import sys
 import time
@@ -22,164 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from mutant_sources import SOURCES, captured, text
 from mutations import MUTATIONS, Edit, edits
-from spellings import (
-    BatchedMM,
-    Experts,
-    GroupedMM,
-    changed,
-    chosen_softmax_router,
-    grouped_sigmoid_router,
-    softmax_router,
-)
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from perseus_compile.capture import AtenView, ExecutionState, aten_view
+from perseus_compile.capture import AtenView, ExecutionState
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import MoEMatch, MoEPlan
-from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.passes.match_moe import find_moe_layers
 from perseus_compile.passes.rewrite_moe import rewrite
 from perseus_compile.plan import plan
-from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
-
-TRACED_TOKENS = 6  # no other size of the sources
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A layer to start from: ``module(*args)``, with the token count in axis ``token_axis`` of every argument."""
-
-    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
-    token_axis: int = 0
-
-
-# ---- the sources
-
-
-def _layer(
-    spelling: type[Experts], *, sizes: Mapping[str, Any] | None = None, dtype: torch.dtype = torch.float64, **steps: Any
-) -> Source:
-    """float64, where rounding hides no mistake, unless it is to be another."""
-
-    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        module = changed(spelling, **steps)(**(sizes or {}))
-        return module.to(dtype), (torch.randn(TRACED_TOKENS, 8, dtype=dtype),)
-
-    return Source(make)
-
-
-def _correction(layer: Any) -> None:
-    layer.correction = nn.Parameter(torch.randn(layer.num_experts))
-
-
-def _clamped_gate(layer: Experts, hidden: Tensor) -> Tensor:
-    gate, up = hidden[..., ::2], hidden[..., 1::2]
-    gate, up = gate.clamp(min=None, max=0.7), up.clamp(min=-0.7, max=0.7)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def _gelu_gate(layer: Experts, hidden: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(hidden[:, :12], approximate="tanh") * hidden[:, 12:]
-
-
-def _einsum(layer: Experts, rows: Tensor, weight: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
-    return torch.einsum("rd,rfd->rf", rows, weight[ids])
-
-
-def _given_ids(spelling: type[Experts]) -> Source:
-    """The ids and weights of the choice are inputs, and so are others."""
-
-    def forward(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor, others: Tensor) -> tuple[Tensor, ...]:
-        return layer.experts(x, ids, weights), others.sum()
-
-    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        ids = torch.randint(4, (TRACED_TOKENS, 2))
-        x, weights = torch.randn(TRACED_TOKENS, 8).double(), torch.rand(TRACED_TOKENS, 2).double()
-        return changed(spelling, forward=forward)().double(), (x, ids, weights, ids.flip(0))
-
-    return Source(make)
-
-
-class _TwoLayers(nn.Module):
-    """Their values have the same shapes, so that mutations exchange them."""
-
-    def __init__(self, first: type[Experts], second: type[Experts]) -> None:
-        super().__init__()
-        self.first, self.second = first(), second()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(x + self.first(x))
-
-
-def _two_layers(first: type[Experts], second: type[Experts]) -> Source:
-    return Source(lambda: (_TwoLayers(first, second).double(), (torch.randn(TRACED_TOKENS, 8).double(),)))
-
-
-def _hugging_face(model_type: str, implementation: str) -> Source:
-    """The MoE block of a tiny model: router, experts and shared expert."""
-
-    def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
-        model = tiny_causal_lm(model_type, implementation=implementation, dtype=torch.float64)
-        block = find_moe_modules(model)[-1].owner
-        assert block is not None, "experts of Hugging Face models lie in a block with their router"
-        return block, (torch.randn(1, TRACED_TOKENS, model.config.hidden_size).double(),)
-
-    return Source(make, token_axis=1)
-
-
-_GROUPS = {"prepare": _correction, "route": grouped_sigmoid_router}
-SPELLINGS: dict[str, Source] = {
-    "grouped": _layer(GroupedMM),
-    "grouped, bias": _layer(GroupedMM, sizes={"bias": True}, route=softmax_router),
-    "grouped, in_out, square": _layer(GroupedMM, sizes={"layout": "in_out", "width": 8, "expert_width": 8}),
-    "grouped, groups": _layer(GroupedMM, **_GROUPS),
-    "grouped, clamped gate": _layer(GroupedMM, route=chosen_softmax_router, gate=_clamped_gate),
-    "grouped, given ids": _given_ids(GroupedMM),
-    "batched": _layer(BatchedMM),
-    "batched, bias": _layer(BatchedMM, sizes={"bias": True}, gate=_gelu_gate),
-    "batched, in_out, square": _layer(BatchedMM, sizes={"layout": "in_out", "width": 8, "expert_width": 8}),
-    "batched, groups": _layer(BatchedMM, **_GROUPS),
-    "batched, chosen softmax": _layer(BatchedMM, route=chosen_softmax_router),
-    "batched, given ids": _given_ids(BatchedMM),
-    "einsum": _layer(BatchedMM, linear=_einsum),
-    "grouped, float32": _layer(GroupedMM, dtype=torch.float32),
-    "batched, float32": _layer(BatchedMM, sizes={"bias": True}, dtype=torch.float32),
-    "grouped, bfloat16": _layer(GroupedMM, sizes={"expert_width": 16}, dtype=torch.bfloat16),
-    "all sizes equal": _layer(GroupedMM, sizes={"num_experts": 8, "top_k": 8, "expert_width": 8}),
-    "two layers": _two_layers(GroupedMM, BatchedMM),
-}
-FAMILIES: dict[str, Source] = {
-    f"{model_type}, {implementation}": _hugging_face(model_type, implementation)
-    for model_type in MODEL_TYPES
-    for implementation in ("grouped_mm", "batched_mm")
-}
-SOURCES = {**SPELLINGS, **FAMILIES}
-
-
-@functools.cache
-def captured(name: str) -> GraphModule:
-    """The ATen view of a source, as a graph that a backend could be given: nodes carry ``example_value``."""
-    source, views = SOURCES[name], []
-
-    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        views.append(aten_view(gm))
-        return gm.forward
-
-    torch.manual_seed(0)
-    module, args = source.make()
-    for arg in args:
-        torch._dynamo.mark_dynamic(arg, source.token_axis)
-    torch._dynamo.reset()
-    torch.compile(module, backend=backend, fullgraph=True)(*args)
-    (view,) = views
-    assert not view.opaque, f"{name} has steps that cannot be run from its view: {view.opaque}"
-    for node in view.graph.nodes:
-        node.meta["example_value"] = node.meta.get("val")
-        node.meta["source text"] = _text(node)
-    return GraphModule(view.graph.owning_module, view.graph)
-
 
 # ---- one mutant
 
@@ -195,7 +50,7 @@ class Mutant:
         original = captured(self.source)
         graph = Graph()
         graph.output(graph.graph_copy(original.graph, {}))
-        edit = edits(graph, self.mutation)[self.number]
+        edit = next(itertools.islice(edits(graph, self.mutation), self.number, None))
         edit.apply()
         return GraphModule(original, graph), edit
 
@@ -203,35 +58,40 @@ class Mutant:
         return f"{self.source}: {self.mutation} {self.number}: {self.make()[1].what}"
 
 
+# What can become of a mutant. Those that are skipped have no numbers to compare with.
+SKIPPED = ("does not run", "differs from run to run", "decided by rounding", "ids out of range")
+COMPARED = ("refused", "experts", "moe", "FAILED")
+
+
 def check(mutant: Mutant) -> tuple[str, str]:
-    """What became of a mutant: "skipped", "refused", "experts", "moe" or "FAILED", and why."""
+    """What became of a mutant, one of ``SKIPPED`` or ``COMPARED``, and why."""
     gm, _ = mutant.make()
     first, *others = [_draw(gm.graph, *draw) for draw in DRAWS]
     try:
         expected = [(first, *_run_with_gradients(gm, first))]
         _set_fake_values(gm)
     except Exception as error:
-        return "skipped", f"torch cannot run it: {type(error).__name__}"
+        return "does not run", f"{type(error).__name__}: {error}"
     expected += [(draw, False, numbers) for draw in others if (numbers := _run_if_possible(gm, draw)) is not None]
     try:
         replaced, reasons = _rewrite(gm)
     except Exception as error:
         return "FAILED", f"{type(error).__name__}: {error}\n{gm.graph}"
-    if not replaced:
-        return "refused", "; ".join(reasons) or "no layer in sight"
-    for draw, gradients, numbers in expected:
+    outcome = min(plan.op for _, plan in replaced) if replaced else "refused"
+    for draw, gradients, numbers in expected if replaced else ():
         try:
             wrong = difference(run(gm, draw, gradients=gradients), numbers)
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong is not None:
-            excuse = _excuse(mutant, draw, gradients, numbers)
-            return ("skipped", excuse) if excuse else ("FAILED", f"{wrong}\n{gm.graph}")
-    return min(replaced), "; ".join(reasons)
+            outcome = _excuse(mutant, draw, gradients, numbers) or "FAILED"
+            if outcome == "FAILED":
+                return outcome, f"{wrong}\n{gm.graph}"
+    return outcome, "; ".join(reasons) or "no layer in sight"
 
 
-def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[str], list[str]]:
-    """Matches, plans and rewrites, as ``backend.rewrite_graph`` does: the ops put in, and the reasons given."""
+def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[tuple[MoEMatch, MoEPlan]], list[str]]:
+    """Matches, plans and rewrites, as ``backend.rewrite_graph`` does: what was replaced, and the reasons given."""
     nodes = list(gm.graph.nodes)
     view = AtenView(
         graph=gm.graph,
@@ -246,7 +106,7 @@ def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[str], li
         decision = plan(result) if isinstance(result, MoEMatch) else result
         if isinstance(decision, MoEPlan):
             rewrite(gm.graph, result, decision, check_ids=check_ids)
-            replaced.append(decision.op)
+            replaced.append((result, decision))
             reasons.append(decision.why)
         else:
             reasons.append(decision.reason)
@@ -255,19 +115,20 @@ def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[str], li
 
 
 def _excuse(mutant: Mutant, draw: list[Any], gradients: bool, numbers: dict[str, Any]) -> str | None:
-    """Why torch's own numbers mean nothing here, if they do not."""
+    """Which of ``SKIPPED`` a mutant is whose numbers changed, if it is one."""
     gm, _ = mutant.make()
     if any(difference(run(gm, draw, gradients=gradients), numbers) is not None for _ in range(2)):
-        return "torch computes something else at each run"
+        return "differs from run to run"
     # The op adds in another order than torch: casts to integers, remainders and ties can make much of little.
     if difference(run(gm, _rounded_otherwise(draw), gradients=gradients), numbers) is not None:
-        return "rounding decides about torch's numbers"
+        return "decided by rounding"
     _set_fake_values(gm)
-    _rewrite(gm, check_ids=True)
+    replaced, _ = _rewrite(gm, check_ids=True)
     try:
         run(gm, draw, gradients=False)
-    except UnsupportedMoE as error:
-        return str(error)
+    except UnsupportedMoE:
+        # Rows are sorted by any id, but only ids of experts are counted. Batched products wrap ids or raise.
+        return "ids out of range" if any(match.spelling == "grouped_mm" for match, _ in replaced) else None
     return None
 
 
@@ -336,15 +197,11 @@ def _set_fake_values(gm: GraphModule) -> None:
     stale: set[Node] = set()
     with fake_mode, torch.no_grad(), shape_env.ignore_fresh_unbacked_symbols(), shape_env.suppress_guards():
         for node in gm.graph.nodes:
-            changed = node.meta.get("source text") != _text(node) or not stale.isdisjoint(node.all_input_nodes)
+            changed = node.meta.get("source text") != text(node) or not stale.isdisjoint(node.all_input_nodes)
             if node.op == "call_function" and changed:
                 stale.add(node)
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
                 node.meta["val"] = node.meta["example_value"] = node.target(*args, **kwargs)
-
-
-def _text(node: Node) -> str:
-    return f"{node.target} {node.args} {node.kwargs}"
 
 
 def run(gm: GraphModule, draw: list[Any], *, gradients: bool) -> dict[str, Any]:
@@ -430,57 +287,78 @@ class Result:
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: dict[Mutant, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_compared(self) -> int:
+        return sum(self.counts[outcome] for outcome in COMPARED)
+
     def __str__(self) -> str:
-        ran = self.counts.total() - self.counts["skipped"]
-        counts = ", ".join(f"{self.counts[name]} {name}" for name in ("refused", "experts", "moe", "FAILED"))
-        return f"{ran} mutants ran: {counts}; {self.counts['skipped']} skipped, since torch cannot run them"
+        compared, skipped = (
+            ", ".join(f"{self.counts[name]} {name}" for name in names) for names in (COMPARED, SKIPPED)
+        )
+        return f"{self.num_compared} mutants compared: {compared}; skipped: {skipped}"
 
 
-def mutants(sources: Sequence[str], seed: int) -> Iterator[Mutant]:
+def mutants(sources: Sequence[str], mutations: Sequence[str], seed: int) -> Iterator[Mutant]:
     """Different mutants in random order: each source is as likely as any other, and so is each mutation."""
     order = random.Random(seed)
     left: dict[tuple[str, str], list[int]] = {}
     for source in sources:
-        for mutation in MUTATIONS:
-            num_edits = len(edits(captured(source).graph, mutation))
+        for mutation in mutations:
+            num_edits = sum(1 for _ in edits(captured(source).graph, mutation))
             left[source, mutation] = order.sample(range(num_edits), num_edits)
     while places := [place for place, numbers in left.items() if numbers]:
         source, mutation = order.choice(places)
         yield Mutant(source, mutation, left[source, mutation].pop())
 
 
-def fuzz(num_mutants: int, seed: int, sources: Sequence[str] = tuple(SOURCES), *, report: Any = None) -> Result:
-    """Checks mutants until ``num_mutants`` ran, or none is left."""
+def fuzz(
+    num_mutants: int,
+    seed: int,
+    *,
+    sources: Sequence[str] = tuple(SOURCES),
+    mutations: Sequence[str] = tuple(MUTATIONS),
+    report: Callable[[Mutant, str, str], None] | None = None,
+) -> Result:
+    """Checks mutants until ``num_mutants`` were compared, or none is left. ``report`` gets each with what became of it."""
     result = Result()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _one_thread():
         warnings.simplefilter("ignore")
-        for mutant in mutants(sources, seed):
+        for mutant in mutants(sources, mutations, seed):
             outcome, why = check(mutant)
             result.counts[outcome] += 1
             if outcome == "FAILED":
                 result.failures[mutant] = why
             if report is not None:
                 report(mutant, outcome, why)
-            if result.counts.total() - result.counts["skipped"] >= num_mutants:
+            if result.num_compared >= num_mutants:
                 break
     return result
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are so small that a second thread costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutants", type=int, default=10_000, help="how many mutants to run")
+    parser.add_argument("--mutants", type=int, default=10_000, help="how many mutants to compare")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--source", choices=sorted(SOURCES), help="mutants of this source alone")
-    parser.add_argument("--verbose", action="store_true", help="a line for every mutant")
+    parser.add_argument("--source", choices=SOURCES, nargs="*", default=list(SOURCES), help="mutants of these alone")
+    parser.add_argument("--mutation", choices=MUTATIONS, nargs="*", default=list(MUTATIONS), help="these changes alone")
+    parser.add_argument("--verbose", action="store_true", help="a line for every mutant, not only for failures")
     args = parser.parse_args()
 
     def report(mutant: Mutant, outcome: str, why: str) -> None:
         if args.verbose or outcome == "FAILED":
             print(f"{outcome}: {mutant}\n    {why}", flush=True)
 
-    torch.set_num_threads(1)
     start = time.perf_counter()
-    result = fuzz(args.mutants, args.seed, [args.source] if args.source else list(SOURCES), report=report)
+    result = fuzz(args.mutants, args.seed, sources=args.source, mutations=args.mutation, report=report)
     print(f"seed {args.seed}: {result}, {time.perf_counter() - start:.0f} s")
     return 1 if result.failures else 0
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+from mutation_steps import STEPS, WRITES
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
@@ -30,9 +30,9 @@ class Edit:
 Edits: TypeAlias = Iterator[Edit]
 
 
-def edits(graph: Graph, mutation: str) -> list[Edit]:
+def edits(graph: Graph, mutation: str) -> Edits:
     """Every edit of ``graph`` that a mutation can make. Nodes carry fake values in ``meta["val"]``."""
-    return [edit for node in graph.nodes if node.op != "output" for edit in MUTATIONS[mutation](node)]
+    return (edit for node in graph.nodes if node.op != "output" for edit in MUTATIONS[mutation](node))
 
 
 # ---- what a node is
@@ -57,6 +57,12 @@ def _like(node: Node) -> list[Node]:
 
 def _kind(value: torch.Tensor) -> tuple[torch.dtype, int]:
     return value.dtype, value.dim()
+
+
+def unchanged(node: Node) -> Edits:
+    """The graph as it is."""
+    if node.prev.op == "root":
+        yield Edit("nothing", lambda: None)
 
 
 # ---- operators
@@ -136,7 +142,16 @@ def tile_tokens(node: Node) -> Edits:
 # ---- arguments
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.bool)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.bool,
+)
 
 
 def _other_numbers(value: Any) -> list[Any]:
@@ -261,7 +276,9 @@ def swapped_operands(node: Node) -> Edits:
         for second in spots[i + 1 :]:
             args = list(node.args)
             args[first], args[second] = args[second], args[first]
-            yield Edit(f"{_name(node)} swaps {first} and {second}", lambda args=args: setattr(node, "args", tuple(args)))
+            yield Edit(
+                f"{_name(node)} swaps {first} and {second}", lambda args=args: setattr(node, "args", tuple(args))
+            )
 
 
 def exchanged_nodes(node: Node) -> Edits:
@@ -283,121 +300,12 @@ def _exchange(first: Node, second: Node) -> None:
             reader.replace_input_with(second, first)
 
 
-def _call(target: OpOverload, *args: Any, **kwargs: Any) -> Callable[[Node], Node]:
-    return lambda source: source.graph.call_function(target, (source, *args), kwargs)
-
-
-def _round_trip(dtype: torch.dtype) -> Callable[[Node], Node]:
-    def make(source: Node) -> Node:
-        there = source.graph.call_function(aten.to.dtype, (source, dtype))
-        return source.graph.call_function(aten.to.dtype, (there, tensor(source).dtype))
-
-    return make
-
-
-def _pair(target: OpOverload, part: int, *args: Any) -> Callable[[Node], Node]:
-    def make(source: Node) -> Node:
-        return source.graph.call_function(operator.getitem, (source.graph.call_function(target, (source, *args)), part))
-
-    return make
-
-
-def _with_itself(target: OpOverload) -> Callable[[Node], Node]:
-    return lambda source: source.graph.call_function(target, (source, source))
-
-
-_STEPS: dict[str, Callable[[Node], Node]] = {
-    "neg": _call(aten.neg.default),
-    "relu": _call(aten.relu.default),
-    "silu": _call(aten.silu.default),
-    "tanh": _call(aten.tanh.default),
-    "abs": _call(aten.abs.default),
-    "* 1.5": _call(aten.mul.Tensor, 1.5),
-    "* 2": _call(aten.mul.Tensor, 2),
-    "+ 1": _call(aten.add.Tensor, 1),
-    "- 1": _call(aten.sub.Tensor, 1),
-    "+ 1e-2": _call(aten.add.Tensor, 1e-2),
-    "+ itself": _with_itself(aten.add.Tensor),
-    "* itself": _with_itself(aten.mul.Tensor),
-    "clamp to [-0.5, 0.5]": _call(aten.clamp.default, -0.5, 0.5),
-    "clamp to [0, 1]": _call(aten.clamp.default, 0, 1),
-    "clamp to [1, inf)": _call(aten.clamp.default, 1),
-    "clamp to at most 2": _call(aten.clamp_max.default, 2),
-    "% 2": _call(aten.remainder.Scalar, 2),
-    "detach": _call(aten.detach.default),
-    "clone": _call(aten.clone.default),
-    "contiguous": _call(aten.contiguous.default),
-    "roll": _call(aten.roll.default, [1], [0]),
-    "roll of the last axis": _call(aten.roll.default, [1], [-1]),
-    "flip": _call(aten.flip.default, [0]),
-    "flip of the last axis": _call(aten.flip.default, [-1]),
-    "transpose": _call(aten.transpose.int, 0, 1),
-    "transpose of the last axes": _call(aten.transpose.int, -1, -2),
-    "mT": _call(aten.mT.default),
-    "flat and back as it lies": lambda source: _reshaped_transpose(source),
-    "bfloat16 and back": _round_trip(torch.bfloat16),
-    "float16 and back": _round_trip(torch.float16),
-    "int32 and back": _round_trip(torch.int32),
-    "int8 and back": _round_trip(torch.int8),
-    "bool and back": _round_trip(torch.bool),
-    "to float32": _call(aten.to.dtype, torch.float32),
-    "to float64": _call(aten.to.dtype, torch.float64),
-    "to bfloat16": _call(aten.to.dtype, torch.bfloat16),
-    "to int32": _call(aten.to.dtype, torch.int32),
-    "softmax": _call(aten.softmax.int, -1),
-    "softmax over the first axis": _call(aten.softmax.int, 0),
-    "sigmoid": _call(aten.sigmoid.default),
-    "sorted": _pair(aten.sort.default, 0),
-    "argsort": _call(aten.argsort.default),
-    "sorted descending": _pair(aten.sort.default, 0, -1, True),
-    "cumsum": _call(aten.cumsum.default, 0),
-    "layer norm": lambda source: _normalised(source),
-    "dropout of everything": _call(aten.dropout.default, 1.0, True),
-    "dropout in evaluation": _call(aten.dropout.default, 0.5, False),
-    "nan_to_num": _call(aten.nan_to_num.default),
-    "first entry everywhere": lambda source: _first_everywhere(source),
-    "upper triangle": _call(aten.triu.default),
-    "unit axis in front": _call(aten.unsqueeze.default, 0),
-    "unit axis behind": _call(aten.unsqueeze.default, -1),
-    "sum with its axis": _call(aten.sum.dim_IntList, [-1], True),
-    "sum over the first axis": _call(aten.sum.dim_IntList, [0], True),
-    "slice from 1": _call(aten.slice.Tensor, 0, 1),
-    "slice to -1": _call(aten.slice.Tensor, -1, 0, -1),
-    "slice of everything": _call(aten.slice.Tensor, 0, 0, 2**63 - 1),
-    "every second": _call(aten.slice.Tensor, -1, 0, 2**63 - 1, 2),
-    "- its mean": lambda source: _centred(source),
-}
-
-
-def _reshaped_transpose(source: Node) -> Node:
-    """The same shape with the numbers read in transposed order."""
-    value = tensor(source)
-    swapped = source.graph.call_function(aten.transpose.int, (source, 0, value.dim() - 1))
-    # Sizes that depend on the token count are not constants: one of them may be left to reshape.
-    sizes = [size if isinstance(size, int) else -1 for size in value.shape]
-    return source.graph.call_function(aten.reshape.default, (swapped, sizes))
-
-
-def _normalised(source: Node) -> Node:
-    return source.graph.call_function(aten.layer_norm.default, (source, [tensor(source).shape[-1]]))
-
-
-def _first_everywhere(source: Node) -> Node:
-    first = source.graph.call_function(aten.slice.Tensor, (source, 0, 0, 1))
-    return source.graph.call_function(aten.expand_as.default, (first, source))
-
-
-def _centred(source: Node) -> Node:
-    mean = source.graph.call_function(aten.mean.dim, (source, [-1], True))
-    return source.graph.call_function(aten.sub.Tensor, (source, mean))
-
-
 def inserted_step(node: Node) -> Edits:
     """A step between a tensor and one of its readers, or all of them."""
     if tensor(node) is None:
         return
     readers = list(node.users)
-    for name, make in _STEPS.items():
+    for name, make in STEPS.items():
         for reader in readers:
             yield Edit(
                 f"{name} between {node} and {reader}",
@@ -454,33 +362,13 @@ def extra_reader(node: Node) -> Edits:
     yield Edit(f"the sum of {node} is an output too", apply)
 
 
-_WRITES: dict[str, Callable[[Node], Node]] = {
-    "zero_": _call(aten.zero_.default),
-    "mul_(2)": _call(aten.mul_.Tensor, 2),
-    "add_(1)": _call(aten.add_.Tensor, 1),
-    "neg_": _call(aten.neg_.default),
-    "clamp_(0, 1)": _call(aten.clamp_.default, 0, 1),
-    "[0].zero_": lambda node: _write_through(node, aten.select.int, 0, 0),
-    "detach().mul_(2)": lambda node: _write_through(node, aten.detach.default),
-    "[..., :1].zero_": lambda node: _write_through(node, aten.slice.Tensor, -1, 0, 1),
-    "copy_ of its flip": lambda node: node.graph.call_function(
-        aten.copy_.default, (node, node.graph.call_function(aten.flip.default, (node, [0])))
-    ),
-}
-
-
-def _write_through(node: Node, view: OpOverload, *args: Any) -> Node:
-    alias = node.graph.call_function(view, (node, *args))
-    return node.graph.call_function(aten.mul_.Tensor, (alias, 2 if view is aten.detach.default else 0))
-
-
 def written_in_place(node: Node) -> Edits:
     """A tensor is written to, before any node after it."""
     if tensor(node) is None:
         return
     nodes = list(node.graph.nodes)
     later = [other for other in nodes[nodes.index(node) + 1 :] if other.op != "placeholder"]
-    for name, make in _WRITES.items():
+    for name, make in WRITES.items():
         for before in later:
             yield Edit(f"{node}.{name} before {before}", lambda make=make, before=before: _write(node, make, before))
 
@@ -499,6 +387,7 @@ def _name(node: Node) -> str:
 
 
 MUTATIONS: dict[str, Callable[[Node], Edits]] = {
+    "unchanged": unchanged,
     "sibling operator": sibling,
     "tokens tiled": tile_tokens,
     "argument": argument,

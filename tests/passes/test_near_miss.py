@@ -197,7 +197,11 @@ CASES = (
         layer_of(BatchedMM, gate=lambda m, h: BatchedMM.gate(m, F.layer_norm(h, (24,)))),
         f"refused: aten.layer_norm.default {LOST}",
     ),
-    Case("relu after the gate", layer_of(BatchedMM, gate=lambda m, h: F.relu(BatchedMM.gate(m, h))), f"refused: {GATES} relu(mul(silu(first), second))"),
+    Case(
+        "relu after the gate",
+        layer_of(BatchedMM, gate=lambda m, h: F.relu(BatchedMM.gate(m, h))),
+        f"refused: {GATES} relu(mul(silu(first), second))",
+    ),
     # the linears
     Case(
         "norm between down and weight",

@@ -52,6 +52,12 @@ def interfering_write(view: AtenView, region: frozenset[Node], inputs: Iterable[
     return None
 
 
+def write_to_inputs(view: AtenView, nodes: Iterable[Node], inputs: Iterable[Node]) -> Node | None:
+    """The first of ``nodes`` that writes in place to a tensor of ``inputs``."""
+    touched = frozenset().union(*map(_storages, inputs))
+    return next((node for node in sorted(nodes) if not touched.isdisjoint(_written_storages(view, node))), None)
+
+
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
     if node in view.opaque:
         # What was not traced may write to whatever it reads.

@@ -319,7 +319,7 @@ def fuzz(
     mutations: Sequence[str] = tuple(MUTATIONS),
     report: Callable[[Mutant, str, str], None] | None = None,
 ) -> Result:
-    """Checks mutants until ``num_mutants`` were compared, or none is left. ``report`` gets each with what became of it."""
+    """Checks mutants until ``num_mutants`` were compared, or none is left; ``report`` gets each and its outcome."""
     result = Result()
     with warnings.catch_warnings(), _one_thread():
         warnings.simplefilter("ignore")

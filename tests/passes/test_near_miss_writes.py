@@ -80,6 +80,18 @@ def invert_by_operator(layer: Any, permutation: Tensor) -> Tensor:
     return layer.inverse
 
 
+def inverse_over_ids(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """After the sort nobody needs the ids, so their memory holds the inverse permutation."""
+    weights, ids = layer.route(x)
+    flat = ids.view(-1)
+    sorted_ids, permutation = layer.sort(flat)
+    ends = layer.ends(sorted_ids)
+    out = layer.second(layer.gate(layer.first(x[permutation // 2], sorted_ids, ends)), sorted_ids, ends)
+    out = layer.weigh(out, weights.reshape(-1)[permutation])
+    flat[permutation] = torch.arange(permutation.size(0))
+    return layer.combine(out[flat], x), weights
+
+
 def ids_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
     weights, ids = layer.route(x)
     out = layer.experts(x, ids, weights)
@@ -182,6 +194,13 @@ CASES = (
         "inverse written by an operator and read outside",
         layer_of(GroupedMM, forward=inverse_is_read, invert=invert_by_operator),
         "moe",
+        gradients=False,
+    ),
+    Case(
+        "inverse written over the ids",
+        layer_of(GroupedMM, forward=inverse_over_ids),
+        "refused: aten.index_put_.default inside it writes in place to what it reads, "
+        "and the op would read it afterwards",
         gradients=False,
     ),
     # writes afterwards

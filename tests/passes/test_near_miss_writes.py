@@ -80,6 +80,11 @@ def invert_by_operator(layer: Any, permutation: Tensor) -> Tensor:
     return layer.inverse
 
 
+def invert_into_one_element(layer: Any, permutation: Tensor) -> Tensor:
+    inverse = torch.zeros_like(permutation[:1]).expand_as(permutation)
+    return inverse.index_put_((permutation,), torch.arange(permutation.size(0)))
+
+
 def inverse_over_ids(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """After the sort nobody needs the ids, so their memory holds the inverse permutation."""
     weights, ids = layer.route(x)
@@ -194,6 +199,12 @@ CASES = (
         "inverse written by an operator and read outside",
         layer_of(GroupedMM, forward=inverse_is_read, invert=invert_by_operator),
         "moe",
+        gradients=False,
+    ),
+    Case(
+        "inverse written into one element",
+        layer_of(GroupedMM, invert=invert_into_one_element),
+        "refused: aten.index_put_.default writes to a value that was expanded: several of its elements are one number",
         gradients=False,
     ),
     Case(

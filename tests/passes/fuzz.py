@@ -1,6 +1,7 @@
 """Does the compiled code still compute what eager computes, after one change of a MoE layer's graph?
 
     python tests/passes/fuzz.py --mutants 10000 --seed 0
+    python tests/passes/fuzz.py --source grouped --mutation argument --number 9
 
 A mutant is a copy of the ATen graph of a layer (``mutant_sources.py``) with one edit of ``mutations.py``. It goes
 through match, plan and rewrite as a graph from Dynamo does. Outputs, what became of the inputs, and gradients must
@@ -351,12 +352,18 @@ def main() -> int:
     parser.add_argument("--source", choices=SOURCES, nargs="*", default=list(SOURCES), help="mutants of these alone")
     parser.add_argument("--mutation", choices=MUTATIONS, nargs="*", default=list(MUTATIONS), help="these changes alone")
     parser.add_argument("--verbose", action="store_true", help="a line for every mutant, not only for failures")
+    parser.add_argument("--number", type=int, help="the one mutant that a failure names, of one source and mutation")
     args = parser.parse_args()
 
     def report(mutant: Mutant, outcome: str, why: str) -> None:
         if args.verbose or outcome == "FAILED":
             print(f"{outcome}: {mutant}\n    {why}", flush=True)
 
+    if args.number is not None:
+        mutant = Mutant(args.source[0], args.mutation[0], args.number)
+        outcome, why = check(mutant)
+        print(f"{outcome}: {mutant}\n    {why}")
+        return 1 if outcome == "FAILED" else 0
     start = time.perf_counter()
     result = fuzz(args.mutants, args.seed, sources=args.source, mutations=args.mutation, report=report)
     print(f"seed {args.seed}: {result}, {time.perf_counter() - start:.0f} s")

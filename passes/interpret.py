@@ -220,8 +220,8 @@ def functional_form(node: Node) -> Any:
 def _write_problem(node: Node) -> str | None:
     """Why an in-place operator cannot be read as its functional form, if it cannot.
 
-    It can where nobody else sees the write: the written value was born in the graph, has its own place for each element,
-    and is read by nobody after the write but through the writing node.
+    It can where nobody else sees the write: the written value was born in the graph, has its own place for each
+    element, and is read by nobody after the write but through the writing node.
     """
     written = node.args[0]
     if not isinstance(written, Node) or written.op != "call_function":

@@ -7,6 +7,7 @@ import re
 import fuzz
 import pytest
 import torch
+from mutant_sources import SOURCES
 from spellings import BatchedMM, changed
 from torch import Tensor
 from torch.fx import Node
@@ -19,19 +20,17 @@ from perseus_compile.passes.rule import Rule
 from perseus_compile.passes.values import Value
 
 NUM_MUTANTS = 500
-# Small sources with and without a router, one of each family of routers; the nightly command takes all.
-CI_SOURCES = (*fuzz.SPELLINGS, "gpt_oss, grouped_mm", "deepseek_v3, batched_mm", "qwen3_moe, grouped_mm")
 
 
 @pytest.mark.slow
 def test_mutants_compute_what_torch_computes() -> None:
-    result = fuzz.fuzz(NUM_MUTANTS, seed=0, sources=CI_SOURCES)
+    result = fuzz.fuzz(NUM_MUTANTS, seed=0)
     assert not result.failures, "\n\n".join(f"{mutant}\n{why}" for mutant, why in result.failures.items())
     # The fuzzer would find nothing if everything were refused.
     assert min(result.counts[outcome] for outcome in ("refused", "experts", "moe")) > NUM_MUTANTS // 20
 
 
-@pytest.mark.parametrize("source", fuzz.SPELLINGS)
+@pytest.mark.parametrize("source", SOURCES)
 def test_sources_are_rewritten(source: str) -> None:
     """Mutants of a source that is refused as it is would show nothing."""
     outcome, why = fuzz.check(fuzz.Mutant(source, "unchanged", 0))

@@ -241,7 +241,7 @@ CASES = (
     ),
     Case(
         "groups by a rounded sum",
-        grouped(sum_dtype=torch.int64),
+        grouped(dtype=torch.int64),
         "experts: aten.sum.dim_IntList must sum the scores of a group in their own dtype, got torch.int64",
         gradients=False,
     ),

@@ -97,6 +97,14 @@ def inverse_over_ids(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return layer.combine(out[flat], x), weights
 
 
+def tokens_written_afterwards(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The router keeps another tensor for its gradients, and the experts keep the gathered rows."""
+    weights, ids = layer.route(x.sigmoid())
+    out = layer.experts(x, ids, weights)
+    x[:, 1:].mul_(2)
+    return out, x
+
+
 def ids_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
     weights, ids = layer.route(x)
     out = layer.experts(x, ids, weights)
@@ -215,6 +223,17 @@ CASES = (
         gradients=False,
     ),
     # writes afterwards
+    Case(
+        "tokens written afterwards",
+        layer_of(GroupedMM, forward=tokens_written_afterwards),
+        "refused: aten.mul_.Tensor writes in place to what the layer has read, and gradients need it as it was",
+    ),
+    Case(
+        "tokens written afterwards, no gradients",
+        layer_of(GroupedMM, forward=tokens_written_afterwards),
+        OTHER_X,
+        gradients=False,
+    ),
     Case(
         "ids written afterwards",
         layer_of(BatchedMM, forward=ids_written_afterwards),

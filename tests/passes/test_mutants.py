@@ -30,11 +30,15 @@ def test_mutants_compute_what_torch_computes() -> None:
     assert min(result.counts[outcome] for outcome in ("refused", "experts", "moe")) > NUM_MUTANTS // 20
 
 
+# Ids come from outside, or the block returns its router's weights.
+EXPERTS_ALONE = ("given ids", "mixtral", "gpt_oss")
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources_are_rewritten(source: str) -> None:
     """Mutants of a source that is refused as it is would show nothing."""
     outcome, why = fuzz.check(fuzz.Mutant(source, "unchanged", 0))
-    assert outcome == ("experts" if "given ids" in source else "moe"), why
+    assert outcome == ("experts" if any(name in source for name in EXPERTS_ALONE) else "moe"), why
 
 
 # Steps that a wrong rule, given to the matcher below, takes for steps without effect.

@@ -69,6 +69,7 @@ def _given_ids(spelling: type[Experts]) -> Source:
     """The ids and weights of the choice are inputs, and so are others."""
 
     def forward(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+        assert len(x) == len(ids) == len(weights) == len(others)  # Dynamo notes it: one symbol stands for all
         return layer.experts(x, ids, weights), others.sum()
 
     def make() -> tuple[nn.Module, tuple[Tensor, ...]]:

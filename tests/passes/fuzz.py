@@ -208,7 +208,7 @@ def _set_fake_values(gm: GraphModule) -> None:
             changed = node.meta.get("source text") != text(node) or not stale.isdisjoint(node.all_input_nodes)
             if node.op == "call_function" and changed:
                 stale.add(node)
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
                 node.meta["val"] = node.meta["example_value"] = node.target(*args, **kwargs)
 
 

@@ -220,12 +220,14 @@ def functional_form(node: Node) -> Any:
 def _write_problem(node: Node) -> str | None:
     """Why an in-place operator cannot be read as its functional form, if it cannot.
 
-    It can where nobody else sees the write: the written value was born in the graph, is no view, and is read by nobody
-    after the write but through the writing node.
+    It can where nobody else sees the write: the written value was born in the graph, has its own place for each
+    element, and is read by nobody after the write but through the writing node.
     """
     written = node.args[0]
     if not isinstance(written, Node) or written.op != "call_function":
         return f"{node.target} writes to an input of the graph"
+    if 0 in written.meta["val"].stride():
+        return f"{node.target} writes to a value that was expanded: several of its elements are one number"
     if any(reader > node for reader in _readers_around(written, node)):
         return f"{node.target} writes to a value that other nodes read"
     return None

@@ -17,7 +17,7 @@ from .match_routing import RouterFound, find_router
 from .patterns import all_rules, spellings
 from .patterns.activations import recognize_gate
 from .patterns.sentinels import id_bound
-from .region import closure, interfering_write, outside_reader
+from .region import closure, interfering_write, later_write, outside_reader, write_to_inputs
 from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
 
 _LAYER_VALUES = (*INNER_VALUES, Combined)
@@ -277,6 +277,11 @@ def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], 
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
     if write := interfering_write(view, region, inputs):
         return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
+    if write := write_to_inputs(view, (node for node in sorted(region) if not _is_idle_write(read, node)), inputs):
+        return f"{read.describe(write)} inside it writes in place to what it reads, and the op would read it afterwards"
+    # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
+    if state.grad and (write := later_write(view, sink, inputs)):
+        return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
     missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
     if missing:
         return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"

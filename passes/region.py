@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,23 @@ def interfering_write(view: AtenView, region: frozenset[Node], inputs: Iterable[
             return node
         node = node.next
     return None
+
+
+def write_to_inputs(view: AtenView, nodes: Iterable[Node], inputs: Iterable[Node]) -> Node | None:
+    """The first of ``nodes`` that writes in place to a tensor of ``inputs``."""
+    touched = frozenset().union(*map(_storages, inputs))
+    return next((node for node in nodes if not touched.isdisjoint(_written_storages(view, node))), None)
+
+
+def later_write(view: AtenView, node: Node, inputs: Iterable[Node]) -> Node | None:
+    """The first traced node after ``node`` that writes in place to a tensor of ``inputs``."""
+    return write_to_inputs(view, (other for other in _after(node) if other not in view.opaque), inputs)
+
+
+def _after(node: Node) -> Iterator[Node]:
+    while node.op != "output":
+        node = node.next
+        yield node
 
 
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:

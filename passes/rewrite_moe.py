@@ -72,7 +72,8 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
 
 def _written(node: Node) -> Node | None:
     """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
     in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
     return node.args[0] if in_place and isinstance(node.args[0], Node) else None

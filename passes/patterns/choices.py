@@ -57,9 +57,10 @@ def _sort(read: Reader, node: Node) -> Value | str | None:
 
 def _sorted_part(read: Reader, node: Node) -> Value | None:
     value = read.value(node.args[0])
-    if not isinstance(value, SortResult):
+    part = node.args[1]
+    if not isinstance(value, SortResult) or part not in (0, 1):
         return None
-    return PerChoice(value.ids, order=value.sort) if node.args[1] == 0 else Permutation(value.sort)
+    return PerChoice(value.ids, order=value.sort) if part == 0 else Permutation(value.sort)
 
 
 def _invert_by_write(read: Reader, node: Node) -> Value | str | None:

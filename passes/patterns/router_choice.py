@@ -44,7 +44,7 @@ def _topk_part(read: Reader, node: Node) -> Value | None:
         return None
     if part == 1:
         return ChosenIds(value)
-    return ChosenScores(value) if isinstance(value.of, (Logits, Scores)) else None
+    return ChosenScores(value) if part == 0 and isinstance(value.of, (Logits, Scores)) else None
 
 
 def _chosen_scores(read: Reader, node: Node) -> Value | str | None:

@@ -84,6 +84,8 @@ def _group_scores(read: Reader, node: Node) -> Value | str | None:
     _, axes, keepdim = read.arguments(node, None, None, False)[:3]
     if [axis % 3 for axis in axes or ()] != [2] or keepdim or best.k != 2:
         return f"{read.describe(node)} must sum the two best scores of each group, got the best {best.k}"
+    if read.dtype(node) != read.dtype(node.args[0]):
+        return f"{read.describe(node)} must sum the scores of a group in their own dtype, got {read.dtype(node)}"
     return GroupScores(best.view)
 
 

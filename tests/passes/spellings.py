@@ -147,12 +147,20 @@ def chosen_softmax_router(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped_sigmoid_router(
-    layer: Experts, x: Tensor, *, num_groups: int = 2, topk_groups: int = 1, fill: float = float("-inf")
+    layer: Experts,
+    x: Tensor,
+    *,
+    num_groups: int = 2,
+    topk_groups: int = 1,
+    fill: float = float("-inf"),
+    **sum_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Sigmoid, a correction bias for the choice, experts of the best groups, renormalised and scaled."""
     scores = F.linear(x.float(), layer.router.float()).sigmoid()
     choice = scores + layer.correction
-    group_scores = choice.view(-1, num_groups, layer.num_experts // num_groups).topk(2, dim=-1)[0].sum(dim=-1)
+    group_scores = (
+        choice.view(-1, num_groups, layer.num_experts // num_groups).topk(2, dim=-1)[0].sum(dim=-1, **sum_options)
+    )
     best = torch.topk(group_scores, k=topk_groups, dim=-1, sorted=False)[1]
     mask = torch.zeros_like(group_scores).scatter_(1, best, 1)
     mask = mask.unsqueeze(-1).expand(-1, num_groups, layer.num_experts // num_groups).reshape(-1, layer.num_experts)

@@ -55,6 +55,15 @@ def other_ids_for_down(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     return layer.combine(layer.weigh(out, weights.reshape(-1)), x)
 
 
+def weighted_halves(layer: Any, x: Tensor, *, gate: bool) -> Tensor:
+    """The routing weight on one half of the hidden rows, and nowhere else."""
+    weights, ids = layer.route(x)
+    flat, column = ids.reshape(-1), weights.reshape(-1, 1)
+    first, second = halves(layer.first(layer.repeat(x), flat, flat))
+    gated = F.silu(first * column) * second if gate else F.silu(first) * (second * column)
+    return layer.combine(layer.second(gated, flat, flat), x)
+
+
 def no_grad_step(name: str, spelling: type[Experts]) -> Any:
     def step(layer: Experts, *args: Any) -> Any:
         with torch.no_grad():
@@ -168,6 +177,31 @@ CASES = (
         "refused: aten.squeeze.dim inside it is also read by aten.mean.default",
     ),
     Case("clamped gate", layer_of(BatchedMM, prepare=clamped_numbers, gate=clamped_gate), "moe"),
+    Case(
+        "weight on gate alone",
+        layer_of(BatchedMM, forward=lambda m, x: weighted_halves(m, x, gate=True)),
+        f"refused: aten.mul.Tensor {LOST}",
+    ),
+    Case(
+        "weight on up alone",
+        layer_of(BatchedMM, forward=lambda m, x: weighted_halves(m, x, gate=False)),
+        f"refused: aten.mul.Tensor {LOST}",
+    ),
+    Case(
+        "norm of the gated rows",
+        layer_of(GroupedMM, gate=lambda m, h: F.rms_norm(GroupedMM.gate(m, h), (12,))),
+        f"refused: aten.rms_norm.default {LOST}",
+    ),
+    Case(
+        "norm of the hidden rows",
+        layer_of(BatchedMM, gate=lambda m, h: BatchedMM.gate(m, F.layer_norm(h, (24,)))),
+        f"refused: aten.layer_norm.default {LOST}",
+    ),
+    Case(
+        "relu after the gate",
+        layer_of(BatchedMM, gate=lambda m, h: F.relu(BatchedMM.gate(m, h))),
+        f"refused: {GATES} relu(mul(silu(first), second))",
+    ),
     # the linears
     Case(
         "norm between down and weight",
@@ -200,6 +234,21 @@ CASES = (
         "one expert expanded to all",
         layer_of(GroupedMM, first=lambda m, r, i, e: m.linear(r, m.gate_up[:1].expand(4, -1, -1), i, e)),
         "moe",
+    ),
+    Case(
+        "experts that mix weights",
+        layer_of(GroupedMM, first=lambda m, r, i, e: m.linear(r, (m.gate_up + m.gate_up.flip(0)) / 2, i, e)),
+        "moe",
+    ),
+    Case(
+        "experts that share weights",
+        layer_of(BatchedMM, first=lambda m, r, i, e: m.linear(r, m.gate_up[:2].repeat(2, 1, 1), i, e)),
+        "moe",
+    ),
+    Case(
+        "weights of the next expert",
+        layer_of(BatchedMM, second=lambda m, r, i, e: m.linear(r, m.down, (i + 1) % 4, e)),
+        f"refused: aten.bmm.default {LOST}",
     ),
     Case("detached weight", layer_of(GroupedMM, second=lambda m, r, i, e: m.linear(r, m.down.detach(), i, e)), "moe"),
     Case(

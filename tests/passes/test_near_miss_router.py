@@ -240,6 +240,12 @@ CASES = (
         f"{GROUPS} fill with -inf, so that no expert outside the groups is chosen",
     ),
     Case(
+        "groups by a rounded sum",
+        grouped(dtype=torch.int64),
+        "experts: aten.sum.dim_IntList must sum the scores of a group in their own dtype, got torch.int64",
+        gradients=False,
+    ),
+    Case(
         "more choices than the best groups hold",
         grouped(num_experts=6, top_k=4, num_groups=3),
         "experts: topk_groups must lie in 1..num_groups=3 and leave at least top_k=4 experts in groups of 2, "

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from near_miss import Case, check, layer_of
 from spellings import BatchedMM, Experts, GroupedMM
 from torch import Tensor
@@ -166,6 +167,31 @@ CASES = (
         "sum over everything",
         layer_of(BatchedMM, combine=lambda m, r, x: r.view(-1, 2, 8).sum(dim=None, keepdim=True)),
         f"refused: {SUM} [], keepdim=True",
+    ),
+    Case(
+        "two sums of the same rows",
+        layer_of(BatchedMM, combine=lambda m, r, x: r.view(-1, 2, 8).sum(1) * r.view(-1, 2, 8).sum(1)),
+        "refused: its expert outputs are summed 2 times",
+    ),
+    Case(
+        "one sum, two readers",
+        layer_of(GroupedMM, combine=lambda m, r, x: (lambda s: s * s)(GroupedMM.combine(m, r, x))),
+        "moe",
+    ),
+    Case(
+        "a second sum",
+        layer_of(GroupedMM, combine=lambda m, r, x: GroupedMM.combine(m, r, x).sum(1, keepdim=True)),
+        "moe",
+    ),
+    Case(
+        "dropout of the weighted rows",
+        layer_of(BatchedMM, weigh=lambda m, r, w: F.dropout(BatchedMM.weigh(m, r, w), 1.0)),
+        f"refused: aten.dropout.default {LOST}",
+    ),
+    Case(
+        "token rows flipped",
+        layer_of(GroupedMM, row_tokens=lambda m, p: (p // 2).flip(0)),
+        f"refused: the rows of {GROUPED} are not tokens gathered in the order of their sorted expert ids",
     ),
     Case("tanh after the sum", layer_of(GroupedMM, combine=lambda m, r, x: GroupedMM.combine(m, r, x).tanh()), "moe"),
 )

@@ -69,6 +69,42 @@ def write_to_correction(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
+def inverse_is_read(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return GroupedMM.forward(layer, x), layer.inverse
+
+
+def invert_by_operator(layer: Any, permutation: Tensor) -> Tensor:
+    """The write has no reader in Dynamo's graph; only its operator says that it is one."""
+    layer.inverse = torch.zeros_like(permutation)
+    torch.ops.aten.index_put_.default(layer.inverse, [permutation], torch.arange(permutation.size(0)))
+    return layer.inverse
+
+
+def invert_into_one_element(layer: Any, permutation: Tensor) -> Tensor:
+    inverse = torch.zeros_like(permutation[:1]).expand_as(permutation)
+    return inverse.index_put_((permutation,), torch.arange(permutation.size(0)))
+
+
+def inverse_over_ids(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """After the sort nobody needs the ids, so their memory holds the inverse permutation."""
+    weights, ids = layer.route(x)
+    flat = ids.view(-1)
+    sorted_ids, permutation = layer.sort(flat)
+    ends = layer.ends(sorted_ids)
+    out = layer.second(layer.gate(layer.first(x[permutation // 2], sorted_ids, ends)), sorted_ids, ends)
+    out = layer.weigh(out, weights.reshape(-1)[permutation])
+    flat[permutation] = torch.arange(permutation.size(0))
+    return layer.combine(out[flat], x), weights
+
+
+def tokens_written_afterwards(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The router keeps another tensor for its gradients, and the experts keep the gathered rows."""
+    weights, ids = layer.route(x.sigmoid())
+    out = layer.experts(x, ids, weights)
+    x[:, 1:].mul_(2)
+    return out, x
+
+
 def ids_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
     weights, ids = layer.route(x)
     out = layer.experts(x, ids, weights)
@@ -167,7 +203,37 @@ CASES = (
         layer_of(BatchedMM, gate=halves_written_through_base),
         "refused: aten.squeeze.dim inside it is also read by aten.detach.default",
     ),
+    Case(
+        "inverse written by an operator and read outside",
+        layer_of(GroupedMM, forward=inverse_is_read, invert=invert_by_operator),
+        "moe",
+        gradients=False,
+    ),
+    Case(
+        "inverse written into one element",
+        layer_of(GroupedMM, invert=invert_into_one_element),
+        "refused: aten.index_put_.default writes to a value that was expanded: several of its elements are one number",
+        gradients=False,
+    ),
+    Case(
+        "inverse written over the ids",
+        layer_of(GroupedMM, forward=inverse_over_ids),
+        "refused: aten.index_put_.default inside it writes in place to what it reads, "
+        "and the op would read it afterwards",
+        gradients=False,
+    ),
     # writes afterwards
+    Case(
+        "tokens written afterwards",
+        layer_of(GroupedMM, forward=tokens_written_afterwards),
+        "refused: aten.mul_.Tensor writes in place to what the layer has read, and gradients need it as it was",
+    ),
+    Case(
+        "tokens written afterwards, no gradients",
+        layer_of(GroupedMM, forward=tokens_written_afterwards),
+        OTHER_X,
+        gradients=False,
+    ),
     Case(
         "ids written afterwards",
         layer_of(BatchedMM, forward=ids_written_afterwards),

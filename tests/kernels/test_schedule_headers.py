@@ -85,3 +85,30 @@ def test_python_mirrors_the_layout(program: Path, shape: tuple[int, ...]) -> Non
     )
     assert abi.workspace_layout(**dict(zip(names, shape, strict=True))) == abi.WorkspaceLayout(*offsets)
     assert (ctypes.sizeof(abi.MoeParams), abi.CONTROL_WORDS * 4) == (params_bytes, control_bytes)
+
+
+def test_parameters_lie_where_python_puts_them(tmp_path: Path) -> None:
+    source = '#include <cstddef>\n#include "perseus/common/params.cuh"\n'
+    for structure in (abi.MoeParams, abi.RouteParams, abi.RouteKernelParams, abi.ErrorRecord):
+        source += _same_offsets(structure)
+    assert _compiles(tmp_path, source)
+    assert not _compiles(tmp_path, source.replace("expert_width) == ", "expert_width) == 1 + "))
+
+
+def _same_offsets(structure: type[ctypes.Structure]) -> str:
+    """Source that compiles if all fields lie where Python has them; RouteKernelParams groups some of them."""
+    source = f'static_assert(sizeof(perseus::{structure.__name__}) == {ctypes.sizeof(structure)}, "size");\n'
+    for name, *_ in structure._fields_:
+        offset = getattr(structure, name).offset
+        path = f"arrays.{name}" if structure is abi.RouteKernelParams and name != "route" else name
+        source += f'static_assert(offsetof(perseus::{structure.__name__}, {path}) == {offset}, "{name}");\n'
+    return source
+
+
+def _compiles(folder: Path, source: str) -> bool:
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler, "no C++ compiler on the path"
+    unit = folder / "offsets.cpp"
+    unit.write_text(source)
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{include_dir()}", str(unit)]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0

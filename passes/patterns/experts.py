@@ -129,12 +129,13 @@ _UNARY = {
     aten.gelu.default: "gelu",
     aten.relu.default: "relu",
     aten.tanh.default: "tanh",
+    aten.square.default: "square",
 }
-_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
+_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add", aten.div.Tensor: "div"}
 
 
 def _elementwise(read: Reader, node: Node) -> Value | str | None:
-    gated = {arg: value for arg in node.all_input_nodes if isinstance(value := read.value(arg), Gated)}
+    gated = {arg: value for arg in node.all_input_nodes if (value := _as_gated(read, arg)) is not None}
     if not gated:
         return None
     first, *_ = gated
@@ -145,6 +146,14 @@ def _elementwise(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     expression = _expression(read, node)
     return Gated(hidden, expression) if expression is not None else None
+
+
+def _as_gated(read: Reader, arg: object) -> Gated | None:
+    """Elementwise values of the first linear, or all of it, where it has no gate."""
+    value = read.value(arg)
+    if isinstance(value, Hidden):
+        return Gated(value, "all", value.unit_axis)
+    return value if isinstance(value, Gated) else None
 
 
 def _expression(read: Reader, node: Node) -> Expression:
@@ -167,8 +176,8 @@ def _expression(read: Reader, node: Node) -> Expression:
 
 
 def _operand(read: Reader, arg: object) -> Expression:
-    value = read.value(arg)
-    return value.expression if isinstance(value, Gated) else read.number(arg)
+    value = _as_gated(read, arg)
+    return value.expression if value is not None else read.number(arg)
 
 
 def _weight(read: Reader, node: Node) -> Value | str | None:
@@ -188,8 +197,12 @@ def _weight(read: Reader, node: Node) -> Value | str | None:
 
 
 def _widen(read: Reader, node: Node) -> Value | str | None:
-    """A cast after the second linear: to a wider dtype, and back to the tokens' dtype once summed."""
+    """A cast to a wider dtype: of the gate, until the second linear, and of what follows that, until it is summed."""
     value = read.value(node.args[0])
+    if isinstance(value, Gated):
+        tokens = read.dtype(value.hidden.rows.x)
+        if torch.promote_types(tokens, read.dtype(node)) == read.dtype(node):
+            return value
     if isinstance(value, (Hidden, Gated, TokenRows)):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     if not isinstance(value, (ExpertOutput, ChoiceGrid, Combined)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from perseus_compile.errors import BuildError
 
 _ENTRY_HEADER = "perseus/moe/sm90_moe_fwd.cuh"
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "kSilu",
     "gelu": "kGelu",
     "gelu_tanh": "kGeluTanh",
@@ -54,7 +54,7 @@ class VariantSpec:
             '#include "perseus/common/config.cuh"\n'
             "namespace perseus {\n"
             f"using ThisConfig = MoeConfig<{tiles.groups}, {tiles.max_tokens}, {tiles.stages}, WeightLayout::{layout}, "
-            f"{str(self.paired_columns).lower()}, Activation::{_ACTIVATIONS[self.activation]}>;\n"
+            f"{str(self.paired_columns).lower()}, Activation::{ACTIVATIONS[self.activation]}>;\n"
             "}\n"
             "#define PERSEUS_CONFIG ThisConfig\n"
             f'#include "{_ENTRY_HEADER}"\n'

@@ -166,6 +166,8 @@ def _expression(read: Reader, node: Node) -> Expression:
     if target in _BINARY and node.kwargs.get("alpha", 1) == 1:
         operands = (_operand(read, node.args[0]), _operand(read, node.args[1]))
         return (_BINARY[target], *operands) if None not in operands else None
+    if target is aten.pow.Tensor_Scalar and node.args[1] == 2:
+        return ("square", _operand(read, node.args[0]))
     if target is aten.clamp.default:
         low, high = (*node.args[1:], None, None)[:2]
         bounds = [read.number(bound) for bound in (low, high)]
@@ -269,7 +271,10 @@ def _no_unit_axis(read: Reader, node: Node) -> Value | None:
 EXPERTS = Spelling(
     name="experts",
     part="inside an expert",
-    chain="gather of token rows, + bias[expert], halves, elementwise gate, * weight, view [T, K, D], sum over K",
+    chain=(
+        "gather of token rows, + bias[expert], [halves], elementwise activation, [step of its own], * weight, "
+        "view [T, K, D], sum over K"
+    ),
     rules=(
         Rule("gather rows", (aten.index.Tensor,), _gather),
         Rule("repeat tokens", (aten.repeat_interleave.self_int,), _repeat_tokens),
@@ -277,7 +282,7 @@ EXPERTS = Spelling(
         Rule("halves", (aten.chunk.default, aten.split.Tensor), _halve),
         Rule("half of a pair", (operator.getitem,), _half),
         Rule("half by slice", (aten.slice.Tensor,), _half_by_slice),
-        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.clamp.default), _elementwise),
+        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.pow.Tensor_Scalar, aten.clamp.default), _elementwise),
         Rule("routing weight", (aten.mul.Tensor,), _weight),
         Rule("cast of outputs", (aten.to.dtype, aten._to_copy.default), _widen),
         Rule("rows by token", (aten.view.default, aten.reshape.default), _grid),

@@ -6,6 +6,7 @@ family that a new release brings is found without a change here.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import deterministic as _memory
 
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.models import randomize_constants
@@ -154,8 +156,11 @@ def _counts_experts(config: type) -> bool:
 
 def _preference(model: type[PreTrainedModel]) -> tuple[bool, ...]:
     name = model.__name__
-    reads_ids = "input_ids" in inspect.signature(model.forward).parameters
-    return not reads_ids, not name.endswith("ForCausalLM"), not name.endswith("Model")
+    return not name.endswith("ForCausalLM"), not name.endswith("Model")
+
+
+def _reads_token_ids(model: type[PreTrainedModel]) -> bool:
+    return "input_ids" in inspect.signature(model.forward).parameters
 
 
 def tiny_model(family: Family, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -164,12 +169,17 @@ def tiny_model(family: Family, *, dtype: torch.dtype = torch.float32, seed: int 
     Raises:
         LookupError: none of the family's classes gives one; says what they answered.
     """
+    readers = [each for each in family.model_classes if _reads_token_ids(each)]
+    if not readers:
+        raise LookupError(f"no model of {family.name} reads token ids, so that none is built here")
     answers = []
-    for model_class, attention in itertools.product(family.model_classes, _ATTENTION_SIZES):
+    for model_class, attention in itertools.product(readers, _ATTENTION_SIZES):
         try:
+            config = _tiny_config(family, model_class.config_class, attention)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(seed)
-                model = model_class._from_config(_tiny_config(family, model_class.config_class, attention), dtype=dtype)
+                with _unwritten_is_nan():
+                    model = model_class._from_config(config, dtype=dtype)
                 randomize_constants(model, std=_FIELDS["initializer_range"])
                 model.eval()(**inputs_of(model, num_tokens=2))
         except Exception as error:  # configurations check their fields in many ways, forward even more
@@ -178,7 +188,22 @@ def tiny_model(family: Family, *, dtype: torch.dtype = torch.float32, seed: int 
         if experts_of(model):
             return model
         answers.append(f"{model_class.__name__} owns no experts")
-    raise LookupError(f"no class of {family.name} gives a tiny model with experts: {'; '.join(answers)}")
+    said = "; ".join(dict.fromkeys(answers))
+    raise LookupError(f"no class of {family.name} gives a tiny model with experts: {said}")
+
+
+@contextlib.contextmanager
+def _unwritten_is_nan() -> Iterator[None]:
+    """Inside, torch.empty gives NaN, so that parameters which a model forgets to initialise are found."""
+    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    _memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
+        _memory.fill_uninitialized_memory = was_filled
 
 
 def inputs_of(model: PreTrainedModel, *, num_tokens: int, batch: int = 2, seed: int = 0) -> dict[str, Any]:

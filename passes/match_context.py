@@ -10,10 +10,10 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..facts import ExpertsSpec, MoEMatch, RouterMatch
+from .id_bound import id_bound
 from .interpret import Interpretation, Reader
 from .patterns import spellings
 from .patterns.activations import Gate
-from .patterns.sentinels import id_bound
 from .region import interfering_write, outside_reader
 from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, TokenRows
 

@@ -30,8 +30,9 @@ OTHERS = [name for name, family in FAMILIES.items() if not family.decorated]
 # Of the families whose experts run as grouped_mm or batched_mm, those of which every MoE layer must be rewritten. The
 # others are named, with the reason, in docs/families.md.
 WANTED_SHARE = 0.95
-# The L2 norm of the error relative to that of the result. In bfloat16 ties in the router send tokens elsewhere.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 8e-2}
+# The L2 norm of the error relative to that of the result; a wrong layer is off by a share of 1. In bfloat16 both sides round
+# at every step, and gradients of norms and scales cancel: gemma4 comes to 0.1, the others to less than 0.04.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.15}
 MATRIX = [
     (implementation, dtype, train)
     for implementation, dtype, train in itertools.product(
@@ -85,9 +86,9 @@ def as_page(reports: list[FamilyReport]) -> str:
     return (
         "# MoE families of transformers\n\n"
         f"What becomes of each family of transformers {transformers.__version__}, on tiny random models: how many of "
-        "the MoE layers are rewritten, and\ninto which op. `experts` alone means that the router keeps its own code, for "
-        "the reason in the last column.\n`tests/models/test_all_families.py` writes this file (`EXPECTTEST_ACCEPT=1`); "
-        "`perseus explain --all` prints the same for the\nrelease that is installed.\n\n"
+        "the MoE layers are rewritten, and\ninto which op. `experts` alone means that the router keeps its own code, "
+        "for the reason in the last column.\n`tests/models/test_all_families.py` writes this file "
+        "(`EXPECTTEST_ACCEPT=1`); `perseus explain --all` prints the same for the\nrelease that is installed.\n\n"
         f"## Experts that run as grouped_mm or batched_mm\n\n{sum(report.is_rewritten for report in decorated)} of "
         f"{len(decorated)} families are rewritten in every MoE layer.\n\n{as_markdown(decorated)}\n"
         f"## Experts with code of their own\n\nThese keep their code.\n\n{as_markdown(others)}"

@@ -53,7 +53,8 @@ def _searched_size(read: Reader, node: Node) -> int | None:
 
 def _largest(read: Reader, sources: Any) -> int | None:
     bounds = [id_bound(read, source) if isinstance(source, Node) else None for source in sources]
-    return None if None in bounds else max(bounds)
+    known = [bound for bound in bounds if bound is not None]
+    return max(known) if len(known) == len(bounds) else None
 
 
 def _bound_without_last(read: Reader, ids: Node, mask: Node, value: object) -> int | None:

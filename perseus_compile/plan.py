@@ -62,8 +62,8 @@ def _illegal_experts(match: MoEMatch) -> str | None:
         weights = ids._replace(dtype=x.dtype)
     else:
         weights = token_arg(_value(match.weights_TK))
-    whole = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
-    args = ExpertsArgs(x, ids, weights, *map(_whole_arg, whole))
+    whole = [_whole_arg(node) for node in (match.gate_up, match.gate_up_bias, match.down, match.down_bias)]
+    args = ExpertsArgs._make([x, ids, weights, *whole])
     return _error_of(lambda: check_experts(args, match.spec))
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import deterministic as _memory
 
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.models import randomize_constants
@@ -134,10 +133,12 @@ def _families_of(file: Path) -> Iterator[Family]:
         return
     module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
     own = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
-    by_config: dict[type, list[type[PreTrainedModel]]] = {}
+    by_config: dict[type[PreTrainedConfig], list[type[PreTrainedModel]]] = {}
     for model in own:
-        if issubclass(model, PreTrainedModel) and isinstance(model.config_class, type) and "forward" in vars(model):
-            by_config.setdefault(model.config_class, []).append(model)
+        is_model = issubclass(model, PreTrainedModel) and "forward" in vars(model)
+        config_class = getattr(model, "config_class", None)
+        if is_model and isinstance(config_class, type):
+            by_config.setdefault(config_class, []).append(model)
     of_models = set(by_config)
     for config, models in by_config.items():
         parts = [part for part in config.sub_configs.values() if part not in of_models]
@@ -195,15 +196,14 @@ def tiny_model(family: Family, *, dtype: torch.dtype = torch.float32, seed: int 
 @contextlib.contextmanager
 def _unwritten_is_nan() -> Iterator[None]:
     """Inside, torch.empty gives NaN, so that parameters which a model forgets to initialise are found."""
-    was_deterministic, was_filled = torch.are_deterministic_algorithms_enabled(), _memory.fill_uninitialized_memory
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Its setting fill_uninitialized_memory is on by default.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    _memory.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
-        _memory.fill_uninitialized_memory = was_filled
 
 
 def inputs_of(model: PreTrainedModel, *, num_tokens: int, batch: int = 2, seed: int = 0) -> dict[str, Any]:

@@ -30,8 +30,8 @@ OTHERS = [name for name, family in FAMILIES.items() if not family.decorated]
 # Of the families whose experts run as grouped_mm or batched_mm, those of which every MoE layer must be rewritten. The
 # others are named, with the reason, in docs/families.md.
 WANTED_SHARE = 0.95
-# The L2 norm of the error relative to that of the result; a wrong layer is off by a share of 1. In bfloat16 both sides round
-# at every step, and gradients of norms and scales cancel: gemma4 comes to 0.1, the others to less than 0.04.
+# The L2 norm of the error relative to that of the result; a wrong layer is off by a share of 1. In bfloat16 both sides
+# round at every step, and gradients of norms and scales cancel: gemma4 comes to 0.1, the others to less than 0.04.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.15}
 MATRIX = [
     (implementation, dtype, train)

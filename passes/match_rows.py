@@ -30,7 +30,7 @@ def match_rows(found: Interpretation, head: Node, reached: set[Node]) -> MoEMatc
         return None
     if any(node in found.sentences for node in lost):
         return None
-    whole = [node for node in outputs if outputs[node].unit_axis is None and _has_dtype_of_tokens(found, outputs, node)]
+    whole = [node for node, output in outputs.items() if _is_row_of_its_token(found, node, output)]
     if not whole:
         return None
     sink = read.root(max(whole))
@@ -59,8 +59,10 @@ def match_rows(found: Interpretation, head: Node, reached: set[Node]) -> MoEMatc
     )
 
 
-def _has_dtype_of_tokens(found: Interpretation, outputs: dict[Node, ExpertOutput], node: Node) -> bool:
-    return found.reader.dtype(node) == found.reader.dtype(outputs[node].hidden.rows.x)
+def _is_row_of_its_token(found: Interpretation, node: Node, output: ExpertOutput) -> bool:
+    """Whether ``node`` has the shape, the dtype and the order of the token rows that it comes from."""
+    rows, read = output.hidden.rows, found.reader
+    return output.unit_axis is None and output.order is rows.order and read.dtype(node) == read.dtype(rows.x)
 
 
 def _last_before(found: Interpretation, head: Node, value: Value) -> Node | None:

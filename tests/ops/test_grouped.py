@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from op_cases import ACTIVATIONS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,25 +19,16 @@ from perseus_compile import grouped, reference
 from perseus_compile.facts import ExpertsSpec
 
 on_devices = pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
-PARAMS: dict[str, tuple[float, ...]] = {
-    "silu": (),
-    "gelu": (),
-    "gelu_tanh": (),
-    "relu2": (),
-    "clamped_swiglu": (1.702, 1.0),
-    "clamped_silu": (1.0,),
-    "softcapped_silu": (1.5, 2.0),
-}
 FORMS = [
     {"activation": activation, "weight_layout": weights, "gate_layout": gates, "bias": bias, "weight_on": weight_on}
     for activation, weights, gates, bias, weight_on in itertools.product(
-        PARAMS,
+        ACTIVATIONS,
         ("out_in", "in_out"),
         ("concatenated", "interleaved", "none"),
         (False, True),
         ("output", "input"),
     )
-    if gates != "none" or not PARAMS[activation]
+    if gates != "none" or not ACTIVATIONS[activation]
 ]
 # Largest error relative to the norm of the result. The GEMMs, the activation between them and the output round once
 # each: a CPU comes to 0.0012 in float16 and 0.009 in bfloat16. The rest is for small results whose terms cancel.
@@ -95,7 +87,7 @@ def make(
     """Random tensors; ids are drawn from two below the first expert of all to two above the last one."""
     numbers = {"weight_layout": "out_in", "gate_layout": "concatenated", "activation": "silu", **numbers}
     dtype = dtype or working_dtype(device)
-    params = PARAMS[numbers["activation"]]
+    params = tuple(ACTIVATIONS[numbers["activation"]])
     if params and numbers["activation"].startswith("clamped") and dtype != torch.float32:
         # The gradient jumps at the limit of the clamp, and in low precision a value may round to its other side.
         params = (*params[:-1], 100.0)

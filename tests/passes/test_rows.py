@@ -31,6 +31,19 @@ def test_it_matches(spelling: type[Experts], layout: str, bias: bool, dynamic: b
     check(Case("norm", layer_of(spelling, options=options, weigh=normed(spelling)), ALONE, dynamic=dynamic))
 
 
+def test_a_step_after_the_rows_are_back_in_choice_order() -> None:
+    """The op ends before the rows change their order, since it returns them in the order in which it gets them."""
+
+    def experts(layer: GroupedMM, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        sorted_ids, permutation = layer.sort(ids.reshape(-1))
+        ends = layer.ends(sorted_ids)
+        hidden = layer.first(x[layer.row_tokens(permutation)], sorted_ids, ends)
+        out = layer.second(layer.gate(hidden), sorted_ids, ends)[layer.invert(permutation)]
+        return layer.combine(layer.weigh(F.layer_norm(out, (8,)), weights.reshape(-1)), x)
+
+    check(Case("norm in choice order", layer_of(GroupedMM, experts=experts), ALONE))
+
+
 @pytest.mark.parametrize("spelling", (GroupedMM, BatchedMM))
 def test_verified_and_checked(spelling: type[Experts]) -> None:
     """The options that look at ids see them as columns of one choice."""

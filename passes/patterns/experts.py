@@ -142,7 +142,7 @@ def _elementwise(read: Reader, node: Node) -> Value | str | None:
     hidden = gated[first].hidden
     if any(value.hidden != hidden or value.unit_axis is not None for value in gated.values()):
         return f"{read.describe(node)} mixes values of two expert linears"
-    if read.dtype(node) != read.dtype(first):
+    if torch.promote_types(read.dtype(hidden.rows.x), read.dtype(node)) != read.dtype(node):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     expression = _expression(read, node)
     return Gated(hidden, expression) if expression is not None else None

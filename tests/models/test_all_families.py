@@ -96,9 +96,9 @@ def as_page(reports: list[FamilyReport]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ("nemotron_h", "muse_spark_text") if name in FAMILIES])
+@pytest.mark.parametrize("name", [name for name in ("muse_spark_text",) if name in FAMILIES])
 def test_under_inductor(name: str) -> None:
-    """Squared relu without a gate, and a norm between expert and weight."""
+    """A norm between expert and weight, so that ids and weights of the op are nodes that the rewrite adds."""
     model = tiny_model(FAMILIES[name])
     inputs = inputs_of(model, num_tokens=5)
     with torch.no_grad(), observe.collect() as graphs:

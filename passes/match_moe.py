@@ -6,23 +6,26 @@ weights and the expert weights. What looked like experts and is no such layer be
 
 from __future__ import annotations
 
-import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..capture import AtenView
-from ..facts import ExpertsSpec, MoEMatch, Refusal
+from ..facts import MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
+from .match_context import (
+    LAYER_VALUES,
+    RoutingNodes,
+    context_reason,
+    layer_name,
+    make_match,
+    weights_reason,
+    with_idle_writes,
+)
 from .match_routing import RouterFound, find_router
-from .patterns import all_rules, spellings
+from .match_rows import match_rows
+from .patterns import all_rules
 from .patterns.activations import recognize_gate
-from .patterns.sentinels import id_bound
-from .region import closure, interfering_write, later_write, outside_reader, write_to_inputs
-from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, Hidden, SelectedByExpert, TokenRows
-
-_LAYER_VALUES = (*INNER_VALUES, Combined)
-# Gathered tokens may have other readers: they cost a gather, not the experts.
-_PRIVATE_VALUES = tuple(kind for kind in _LAYER_VALUES if kind is not TokenRows)
+from .region import closure
+from .values import Combined, ExpertOutput, Hidden, SelectedByExpert
 
 _GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
 
@@ -41,7 +44,7 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
             if len(sinks) == 1:
                 result = _match(found, node, sinks[0])
             else:
-                result = _refuse(found, node, _why_lost(found, reached, sinks))
+                result = match_rows(found, node, reached) or _refuse(found, node, _why_lost(found, reached, sinks))
         elif node not in explained and (_is_lost_product(found, node) or _selects_by_lost_ids(found, node)):
             result = _refuse(found, node, _cause(found, node))
         else:
@@ -101,7 +104,7 @@ def _reached(found: Interpretation, head: Node) -> set[Node]:
         for user in pending.pop().users:
             if user not in reached:
                 reached.add(user)
-                if isinstance(found.reader.value(user), _LAYER_VALUES) and not _is_sink(found, user):
+                if isinstance(found.reader.value(user), LAYER_VALUES) and not _is_sink(found, user):
                     pending.append(user)
     return reached
 
@@ -119,7 +122,7 @@ def _is_sink(found: Interpretation, node: Node) -> bool:
 def _why_lost(found: Interpretation, reached: set[Node], sinks: list[Node]) -> str:
     if sinks:
         return f"its expert outputs are summed {len(sinks)} times"
-    lost = sorted(node for node in reached if not isinstance(found.reader.value(node), _LAYER_VALUES))
+    lost = sorted(node for node in reached if not isinstance(found.reader.value(node), LAYER_VALUES))
     explained = [node for node in lost if node in found.sentences]
     if explained:
         return _cause(found, explained[0])
@@ -148,7 +151,7 @@ def _cause(found: Interpretation, node: Node) -> str:
 
 
 def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
-    read, view = found.reader, found.view
+    read = found.reader
     sink = _past_repetitions(found, sink)
     combined = read.value(sink)
     assert isinstance(combined, Combined)
@@ -161,56 +164,28 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     gate_up, down = output.hidden.gate_up, output.down
     parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
     inputs = [rows.x, ids, weights, *parameters]
-    region = _with_idle_writes(read, closure((sink,), inputs), sink)
-    reason = _shape_reason(found, sink, output) or _context_reason(found, sink, region, inputs)
+    region = with_idle_writes(read, closure((sink,), inputs), sink)
+    reason = (
+        weights_reason(read, gate_up, down, read.dtype(rows.x))
+        or _shape_reason(read, sink, output)
+        or context_reason(found, sink, region, inputs)
+    )
     if reason is not None:
         return _refuse(found, sink, reason)
     found.sums[read.root(sink)] = sink
-    num_experts = read.static_size(gate_up.weight, 0)
-    assert num_experts is not None, "expert weights have constant sizes"
     router = find_router(found, ids, weights, rows.x, region)
-    symbols = tuple(number.symbol for number in gate.numbers if number.symbol is not None)
-    return MoEMatch(
-        layer=layer_name(view.origin[sink]),
-        spelling=_spelling(head),
-        x_TD=_dynamo(found, rows.x),
-        ids_TK=_dynamo(found, ids),
-        weights_TK=_dynamo(found, weights),
-        gate_up=_dynamo(found, gate_up.weight),
-        gate_up_bias=_dynamo(found, gate_up.bias) if gate_up.bias else None,
-        down=_dynamo(found, down.weight),
-        down_bias=_dynamo(found, down.bias) if down.bias else None,
-        spec=ExpertsSpec(
-            weight_layout=gate_up.layout,
-            gate_layout=gate.layout,
-            activation=gate.activation,
-            activation_params=tuple(number.value for number in gate.parameters),
-            num_experts=num_experts,
-        ),
-        output=_dynamo(found, sink),
-        region=view.dynamo_nodes(region) - {_dynamo(found, node) for node in inputs},
+    return make_match(
+        found,
+        head,
+        sink,
+        output,
+        gate,
+        region,
+        routing=RoutingNodes(rows.x, ids, weights),
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
-        negative_ids_wrap=rows.order is None and id_bound(read, ids) is None,
-        symbols=symbols + (router.symbols if isinstance(router, RouterFound) else ()),
+        symbols=router.symbols if isinstance(router, RouterFound) else (),
     )
-
-
-def _with_idle_writes(read: Reader, region: frozenset[Node], sink: Node) -> frozenset[Node]:
-    """``region`` and the in-place writes to its values that change nothing: the result means what was there before."""
-    writes = (user for node in region for user in node.users if user < sink and user not in region)
-    return region | {write for write in writes if _is_idle_write(read, write) and region.issuperset(write.users)}
-
-
-def _is_idle_write(read: Reader, node: Node) -> bool:
-    is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
-    return is_write and read.value(node) is not None and read.value(node) == read.value(node.args[0])
-
-
-def _spelling(head: Node) -> str:
-    """The name of the spelling that reads the first expert linear."""
-    linears = (each for each in spellings() if each.part == "expert linears")
-    return next(each.name for each in linears if any(head.target in rule.targets for rule in each.rules))
 
 
 def _past_repetitions(found: Interpretation, sink: Node) -> Node:
@@ -224,81 +199,19 @@ def _past_repetitions(found: Interpretation, sink: Node) -> Node:
     return sink
 
 
-def _dynamo(found: Interpretation, node: Node) -> Node:
-    value = found.dynamo_value(node)
-    assert value is not None, "a match reads and writes only whole results of Dynamo's nodes"
-    return value
-
-
-def _shape_reason(found: Interpretation, sink: Node, output: ExpertOutput) -> str | None:
-    """Why the parts do not fit together as one call, if they do not."""
-    read = found.reader
+def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:
+    """Why tokens, ids, weights and sum do not fit together as one call, if they do not."""
     rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
-    gate_up, down = output.hidden.gate_up, output.down
     assert weights is not None
-    if not all(isinstance(size, int) for linear in (gate_up, down) for size in read.shape(linear.weight)):
-        return f"expert weights must have constant sizes, got {[list(read.shape(w.weight)) for w in (gate_up, down)]}"
-    if gate_up.layout != down.layout:
-        return f"the two expert weights are stored in different layouts, {gate_up.layout} and {down.layout}"
-    if read.shape(gate_up.weight)[0] != read.shape(down.weight)[0]:
-        return f"the two expert weights hold {read.shape(gate_up.weight)[0]} and {read.shape(down.weight)[0]} experts"
     if not read.same_sizes(read.shape(ids), read.shape(weights)):
         return f"ids {list(read.shape(ids))} and routing weights {list(read.shape(weights))} differ in shape"
     if not read.same_sizes(read.shape(ids)[:1], read.shape(rows.x)[:1]):
         return f"{read.shape(ids)[0]} rows of ids for {read.shape(rows.x)[0]} tokens"
     if not read.same_sizes(read.shape(sink), read.shape(rows.x)):
         return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(rows.x))}"
-    return _parameter_reason(found, (gate_up, down), read.dtype(rows.x))
-
-
-def _parameter_reason(found: Interpretation, linears: tuple[ExpertLinear, ...], dtype: torch.dtype) -> str | None:
-    for linear in linears:
-        for parameter in (linear.weight, linear.bias):
-            if parameter is not None and found.reader.dtype(parameter) != dtype:
-                name = found.reader.describe(parameter)
-                return f"expert parameter {name} is {found.reader.dtype(parameter)}, the tokens are {dtype}"
     return None
-
-
-def _context_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
-    """Why the region cannot be replaced where it stands, if it cannot."""
-    read, view = found.reader, found.view
-    state = view.state[view.origin[sink]]
-    if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
-        return "it runs under torch.autocast"
-    if state.transform:
-        return "it runs under a transform of torch.func"
-    if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
-        return "its nodes run under different gradient or autocast modes"
-    inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
-    # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
-    inner = [node for node in inner if read.root(node) not in inputs]
-    if reader := outside_reader(inner, region):
-        return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
-    if write := interfering_write(view, region, inputs):
-        return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
-    if write := write_to_inputs(view, (node for node in sorted(region) if not _is_idle_write(read, node)), inputs):
-        return f"{read.describe(write)} inside it writes in place to what it reads, and the op would read it afterwards"
-    # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
-    if state.grad and (write := later_write(view, sink, inputs)):
-        return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
-    if missing:
-        return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
-    return None
-
-
-def _is_float(node: Node) -> bool:
-    return node.meta["val"].is_floating_point()
 
 
 def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
     origin = found.view.origin[node]
     return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)
-
-
-def layer_name(node: Node) -> str:
-    """Dotted path of the module that ``node`` was traced in, for messages."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(iter(reversed(list(stack.values()))), ("",))[0]
-    return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"

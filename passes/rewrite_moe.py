@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
@@ -19,7 +20,7 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     """
     target, args, kwargs = op_call(match, plan)
     if plan.op == "experts":
-        args = (args[0], _ids(graph, match, check_ids), *args[2:])
+        args = (args[0], *_routing(graph, match, check_ids), *args[3:])
     # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
     output.op, output.target, output.args, output.kwargs = "call_function", target, args, kwargs
@@ -30,7 +31,10 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
 
 
 def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | None, ...], dict[str, object]]:
-    """The op, and its arguments as nodes of Dynamo's graph."""
+    """The op, and its arguments as nodes of Dynamo's graph.
+
+    Where the match has no routing weights, ids and weights are not yet as the op wants them (``rows_as_tokens``).
+    """
     experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
@@ -41,15 +45,36 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
 
 
-def _ids(graph: Graph, match: MoEMatch, check_ids: bool) -> Node:
+def rows_as_tokens(ids_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ids and weights [R, 1] of rows that are tokens of one choice, with the weight 1."""
+    ids_R1 = ids_R.unsqueeze(1)
+    return ids_R1, torch.ones_like(ids_R1, dtype=dtype)
+
+
+def _routing(graph: Graph, match: MoEMatch, check_ids: bool) -> tuple[Node, Node]:
+    """Ids and weights as the op wants them."""
+    if match.weights_TK is not None:
+        return _ids(graph, match, match.ids_TK, check_ids), match.weights_TK
+    ids, x = match.ids_TK.meta["example_value"], match.x_TD.meta["example_value"]
+    with ids.fake_mode:
+        values = rows_as_tokens(ids, x.dtype)
+    with graph.inserting_before(match.output):
+        ids_R1 = graph.call_method("unsqueeze", (match.ids_TK, 1))
+        ids_R1.meta["example_value"] = values[0]
+        weights_R1 = graph.call_function(torch.ones_like, (ids_R1,), {"dtype": x.dtype})
+        weights_R1.meta["example_value"] = values[1]
+    return _ids(graph, match, ids_R1, check_ids), weights_R1
+
+
+def _ids(graph: Graph, match: MoEMatch, ids: Node, check_ids: bool) -> Node:
     """The ids as the op wants them: checked if asked for, and wrapped where the layer's own indexing wraps them."""
-    ids, num_experts = match.ids_TK, match.spec.num_experts
+    num_experts, value = match.spec.num_experts, ids.meta["example_value"]
     targets = [torch.ops.perseus.checked_ids.default] if check_ids else []
     targets += [torch.ops.aten.remainder.Scalar] if match.negative_ids_wrap else []
     for target in targets:
         with graph.inserting_before(match.output):
             ids = graph.call_function(target, (ids, num_experts))
-        ids.meta["example_value"] = match.ids_TK.meta["example_value"]
+        ids.meta["example_value"] = value
     return ids
 
 

@@ -19,7 +19,7 @@ RowOrder: TypeAlias = "Node | None"
 # Elementwise expressions over one row of an expert's inner values: ("silu", x), ("mul", a, b); the leaves are HALVES
 # and Numbers.
 Expression: TypeAlias = "tuple[Any, ...] | str | Number | None"
-HALVES = ("first", "second", "even", "odd")
+HALVES = ("first", "second", "even", "odd", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ExpertLinear:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """[R, 2F]: the first expert linear applied to token rows."""
+    """[R, 2F], or [R, F] without a gate: the first expert linear applied to token rows."""
 
     rows: TokenRows
     ids: Node
@@ -144,7 +144,10 @@ class HiddenHalves:
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """[R, F]: an elementwise expression over the two halves of a ``Hidden``."""
+    """[R, F]: an elementwise expression over the two halves of a ``Hidden``, or over all of it.
+
+    Its dtype may be wider than that of the tokens; it is theirs again before the second linear.
+    """
 
     hidden: Hidden
     expression: Expression

@@ -50,13 +50,15 @@ def _row(match: MoEMatch, x: Tensor, num_tokens: int) -> BucketReport:
     gate_up, down = _value(match.gate_up), _value(match.down)
     gate_up_bias = None if match.gate_up_bias is None else _value(match.gate_up_bias)
     down_bias = None if match.down_bias is None else _value(match.down_bias)
-    top_k = _value(match.ids_TK).shape[1]
+    # Without routing weights the layer's tokens are rows of one choice.
+    top_k = 1 if match.weights_TK is None else _value(match.ids_TK).shape[1]
+    weights_dtype = x.dtype if match.weights_TK is None else _value(match.weights_TK).dtype
     mode = detect_fake_mode(x)
     assert mode is not None, "the values of a graph are fake tensors"
     with mode:  # as the layer's own, but dense and with so many tokens
         x_TD = torch.empty(num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
         ids_TK = torch.empty(num_tokens, top_k, dtype=_value(match.ids_TK).dtype, device=x.device)
-        weights_TK = torch.empty(num_tokens, top_k, dtype=_value(match.weights_TK).dtype, device=x.device)
+        weights_TK = torch.empty(num_tokens, top_k, dtype=weights_dtype, device=x.device)
         router = _router(match.router, x_TD)
     shape = cuda_plan.call_shape(x_TD, ids_TK, gate_up, gate_up_bias, down, match.spec)
     reason = fused_experts.why_not(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, match.spec)

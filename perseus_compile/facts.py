@@ -17,8 +17,8 @@ from torch.fx import Node
 
 Routing = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
 WeightLayout = Literal["out_in", "in_out"]
-GateLayout = Literal["concatenated", "interleaved"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+GateLayout = Literal["concatenated", "interleaved", "none"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
 
 
@@ -51,9 +51,10 @@ class ExpertsSpec:
     """What the experts compute: the numbers of ``perseus::experts`` that are not tensors."""
 
     weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
-    gate_layout: GateLayout  # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...
+    # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...; none: no gate, F instead of 2F
+    gate_layout: GateLayout
     activation: Activation
-    activation_params: tuple[float, ...] = ()  # clamped_swiglu: (alpha, limit); the others: ()
+    activation_params: tuple[float, ...] = ()  # lower.ACTIVATION_PARAMS names them
     weight_on: WeightOn = "output"  # the routing weight multiplies an expert's output, or its input row
     num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
     expert_offset: int = 0  # id of the first expert whose weights are passed
@@ -79,15 +80,16 @@ class RouterMatch:
 class MoEMatch:
     """One MoE layer found in a graph, as nodes of Dynamo's graph.
 
-    ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``symbols`` are numbers
-    that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
+    where the match ends before the routing weights: x is then [R, D], one row per choice, and the ids are [R].
+    ``symbols`` are numbers that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
     spelling: str
     x_TD: Node
     ids_TK: Node
-    weights_TK: Node
+    weights_TK: Node | None
     gate_up: Node
     gate_up_bias: Node | None
     down: Node

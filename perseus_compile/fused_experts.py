@@ -19,7 +19,7 @@ from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
 from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, Prepared
-from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for
+from perseus_compile.jit.spec import TILE_CONFIGS, VariantSpec, spec_for, why_no_variant
 
 _log = logging.getLogger(__name__)
 MAX_EXPERTS = 1024  # the sort's counters are in shared memory
@@ -45,6 +45,9 @@ def why_not(
         return f"the fused kernel needs tensors on a CUDA device, got {x_TD.device}"
     if not _is_hopper(x_TD.device.index):
         return f"the fused kernel needs compute capability 9.0, got {torch.cuda.get_device_capability(x_TD.device)}"
+    reason = why_no_variant(spec.gate_layout, spec.activation)
+    if reason is not None:
+        return reason
     named = {"x": x_TD, "gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
     for name, tensor in named.items():
         if tensor is not None and tensor.dtype != torch.bfloat16:

@@ -32,7 +32,16 @@ ID_DTYPES = (torch.int64, torch.int32)
 # float32 by 2.8x at 2 rows and 1.5x at 64, where larger counts may favour the GEMM of other CPUs.
 # (D 1024, F 512, 64 experts; EPYC 9005 with AVX-512, torch 2.13.0+cpu, one core, measured 2026-11-30)
 FEW_ROWS = {torch.bfloat16: 32, torch.float32: 64}
-NUM_ACTIVATION_PARAMS = {"silu": 0, "gelu": 0, "gelu_tanh": 0, "clamped_swiglu": 2}
+ACTIVATION_PARAMS: dict[str, tuple[str, ...]] = {
+    "silu": (),
+    "gelu": (),
+    "gelu_tanh": (),
+    "relu2": (),
+    "clamped_swiglu": ("alpha", "limit"),
+    "clamped_silu": ("limit",),
+    "softcapped_silu": ("gate_cap", "up_cap"),
+}
+FEW_ROWS_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")  # with a gate; the loops know no others
 
 
 class Arg(NamedTuple):
@@ -84,6 +93,7 @@ def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
     if args.x.device.type not in ("cpu", "cuda"):
         raise no_kernel(args.x.device)
     on_cpu = args.x.device.type == "cpu"
+    has_few_rows = on_cpu and spec.gate_layout != "none" and spec.activation in FEW_ROWS_ACTIVATIONS
     return KernelSpec(
         device="cpu" if on_cpu else "cuda",
         dtype=args.x.dtype,
@@ -91,7 +101,7 @@ def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
         num_local_experts=args.gate_up.shape[0],
         model_width=args.x.shape[0],
         expert_width=_expert_width(args, spec),
-        few_rows=FEW_ROWS.get(args.x.dtype, 0) if on_cpu else 0,
+        few_rows=FEW_ROWS.get(args.x.dtype, 0) if has_few_rows else 0,
         experts=spec,
     )
 
@@ -110,11 +120,16 @@ def check_experts(args: ExpertsArgs, spec: ExpertsSpec) -> None:
     _check_word("gate_layout", spec.gate_layout, get_args(GateLayout))
     _check_word("activation", spec.activation, get_args(Activation))
     _check_word("weight_on", spec.weight_on, get_args(WeightOn))
-    wanted = NUM_ACTIVATION_PARAMS[spec.activation]
-    if len(spec.activation_params) != wanted:
+    wanted = ACTIVATION_PARAMS[spec.activation]
+    if len(spec.activation_params) != len(wanted):
         raise UnsupportedMoE(
-            f"activation_params of {spec.activation} must hold {wanted} numbers, got {list(spec.activation_params)}; "
-            "clamped_swiglu takes [alpha, limit], the others take none"
+            f"activation_params of {spec.activation} must be [{', '.join(wanted)}], "
+            f"got {list(spec.activation_params)}; pass one number for each name"
+        )
+    if spec.gate_layout == "none" and wanted:
+        raise UnsupportedMoE(
+            f"{spec.activation} needs a gate and an up half, got gate_layout='none'; "
+            "pass gate_layout='concatenated' or 'interleaved'"
         )
     _check_placement(args)
     _check_axes(args, token_axis=("x", "ids", "weights"))
@@ -228,14 +243,15 @@ def _expert_width(args: ExpertsArgs, spec: ExpertsSpec) -> int:
 
 def _check_expert_shapes(args: ExpertsArgs, spec: ExpertsSpec) -> None:
     num_local, width, inner = args.gate_up.shape[0], args.x.shape[0], _expert_width(args, spec)
+    hidden, name = (inner, "F") if spec.gate_layout == "none" else (2 * inner, "2F")
     if spec.weight_layout == "out_in":
-        _check_shape("gate_up", args.gate_up.shape, (num_local, 2 * inner, width), "[E, 2F, D] (out_in)")
+        _check_shape("gate_up", args.gate_up.shape, (num_local, hidden, width), f"[E, {name}, D] (out_in)")
         _check_shape("down", args.down.shape, (num_local, width, inner), "[E, D, F] (out_in)")
     else:
-        _check_shape("gate_up", args.gate_up.shape, (num_local, width, 2 * inner), "[E, D, 2F] (in_out)")
+        _check_shape("gate_up", args.gate_up.shape, (num_local, width, hidden), f"[E, D, {name}] (in_out)")
         _check_shape("down", args.down.shape, (num_local, inner, width), "[E, F, D] (in_out)")
     if args.gate_up_bias is not None:
-        _check_shape("gate_up_bias", args.gate_up_bias.shape, (num_local, 2 * inner), "[E, 2F]")
+        _check_shape("gate_up_bias", args.gate_up_bias.shape, (num_local, hidden), f"[E, {name}]")
     if args.down_bias is not None:
         _check_shape("down_bias", args.down_bias.shape, (num_local, width), "[E, D]")
     num_choices = args.ids.shape[0]

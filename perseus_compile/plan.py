@@ -56,9 +56,14 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
 
 def _illegal_experts(match: MoEMatch) -> str | None:
     """Why ``perseus::experts`` would raise on this layer, if it would: code that runs must not stop to run."""
-    tokens = (match.x_TD, match.ids_TK, match.weights_TK)
-    whole = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
-    args = ExpertsArgs._make([*(token_arg(_value(node)) for node in tokens), *(_whole_arg(node) for node in whole)])
+    x, ids = token_arg(_value(match.x_TD)), token_arg(_value(match.ids_TK))
+    if match.weights_TK is None:
+        ids = ids._replace(shape=(1,))
+        weights = ids._replace(dtype=x.dtype)
+    else:
+        weights = token_arg(_value(match.weights_TK))
+    whole = [_whole_arg(node) for node in (match.gate_up, match.gate_up_bias, match.down, match.down_bias)]
+    args = ExpertsArgs._make([x, ids, weights, *whole])
     return _error_of(lambda: check_experts(args, match.spec))
 
 

@@ -21,14 +21,23 @@ __all__ = ["activate", "experts", "moe", "route"]
 _ROUTING_FIELDS = frozenset(RoutingSpec.__dataclass_fields__)
 
 
-def activate(gate: Tensor, up: Tensor, activation: str, params: tuple[float, ...] | list[float]) -> Tensor:
-    """The gated activation between the two linear maps of an expert, in the dtype of its inputs."""
+def activate(gate: Tensor, up: Tensor | float, activation: str, params: tuple[float, ...] | list[float]) -> Tensor:
+    """The activation between an expert's two linear maps, in the dtype of its inputs; ``up`` is 1 without a gate."""
     if activation == "silu":
         return F.silu(gate) * up
     if activation == "gelu":
         return F.gelu(gate) * up
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
+    if activation == "relu2":
+        return F.relu(gate) ** 2 * up
+    assert isinstance(up, Tensor), "the others have a gate and an up half"
+    if activation == "softcapped_silu":
+        gate_cap, up_cap = params
+        return gate_cap * torch.tanh(gate / gate_cap) * torch.sigmoid(gate) * (up_cap * torch.tanh(up / up_cap))
+    if activation == "clamped_silu":
+        (limit,) = params
+        return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
     alpha, limit = params
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
@@ -68,11 +77,8 @@ def experts(
             if weight_on == "input":
                 x_D = (x_D * weight).to(x_TD.dtype)
             hidden_2F = _linear(x_D, gate_up, gate_up_bias, expert, weight_layout)
-            if gate_layout == "concatenated":
-                gate_F, up_F = hidden_2F.chunk(2)
-            else:
-                gate_F, up_F = hidden_2F[0::2], hidden_2F[1::2]
-            y_D = _linear(activate(gate_F, up_F, activation, activation_params), down, down_bias, expert, weight_layout)
+            active_F = activate(*_halves(hidden_2F, gate_layout), activation, activation_params)
+            y_D = _linear(active_F, down, down_bias, expert, weight_layout)
             total_D = total_D + (y_D.to(sum_dtype) * weight if weight_on == "output" else y_D.to(sum_dtype))
         rows.append(total_D.to(x_TD.dtype))
     return torch.stack(rows) if rows else torch.zeros_like(x_TD)
@@ -94,6 +100,16 @@ def moe(
     rest = {name: value for name, value in numbers.items() if name not in _ROUTING_FIELDS}
     weights_TK, ids_TK = route(x_TD, router_weight_ED, router_bias_E, correction_bias_E, **routing)
     return experts(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, **rest)
+
+
+def _halves(hidden: Tensor, gate_layout: str) -> tuple[Tensor, Tensor | float]:
+    """Gate and up; all of ``hidden`` and 1 where there is no gate."""
+    if gate_layout == "none":
+        return hidden, 1.0
+    if gate_layout == "concatenated":
+        gate_F, up_F = hidden.chunk(2)
+        return gate_F, up_F
+    return hidden[0::2], hidden[1::2]
 
 
 def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int, weight_layout: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import VerificationError
 from .facts import MoEMatch, MoEPlan
-from .passes.rewrite_moe import op_call
+from .passes.rewrite_moe import op_call, rows_as_tokens
 
 # Largest relative L2 error between the region and the op. Both round differently inside; a wrong rewrite is off by
 # the size of the result.
@@ -33,7 +33,10 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
         values[match.router.x_TD] = values[match.x_TD]
     with torch.no_grad(), _no_tracing():
         expected = region(*(values[node] for node in inputs))
-        actual = target(*(None if arg is None else values[arg] for arg in args), **kwargs)
+        call = [None if arg is None else values[arg] for arg in args]
+        if match.weights_TK is None:
+            call[1:3] = rows_as_tokens(values[match.ids_TK], values[match.x_TD].dtype)
+        actual = target(*call, **kwargs)
     error = _relative_error(actual, expected)
     limit = _TOLERANCE[expected.dtype]
     if not error <= limit:
@@ -67,6 +70,10 @@ def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> to
     fake = node.meta["example_value"]
     shape = [int(_number(size)) for size in fake.shape]
     with _no_tracing():
+        if node is match.ids_TK and match.weights_TK is None:
+            # In order, as grouped GEMMs need them.
+            ids_R = torch.randint(match.spec.num_experts, shape, generator=generator)
+            return ids_R.sort()[0].to(fake.device, fake.dtype)
         if node is match.ids_TK:
             order = torch.rand(shape[0], match.spec.num_experts, generator=generator).argsort(dim=1)
             return order[:, : shape[1]].to(fake.device, fake.dtype)

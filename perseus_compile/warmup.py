@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from perseus_compile import fused_router
+from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.jit import compiler
 from perseus_compile.jit.cache import ImageCache, default_folder
 from perseus_compile.jit.shipped import FORMS
-from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
+from perseus_compile.jit.spec import TILE_CONFIGS, spec_for, why_no_variant
 
 DEFAULT_ARCH = "sm_90a"
 
@@ -41,7 +42,14 @@ class Outcome:
 def expert_units(
     weight_layout: str, gate_layout: str, activation: str, arch: str = DEFAULT_ARCH, *, with_router: bool = True
 ) -> list[Unit]:
-    """The kernels of one form of experts: one per tile configuration, and those that route as well."""
+    """The kernels of one form of experts: one per tile configuration, and those that route as well.
+
+    Raises:
+        UnsupportedMoE: the fused kernel does not compute such experts.
+    """
+    reason = why_no_variant(gate_layout, activation)
+    if reason is not None:
+        raise UnsupportedMoE(f"{reason}; such experts run on the plain path, which compiles nothing")
     units = []
     for tiles, config in TILE_CONFIGS.items():
         for routes in (False, True) if with_router and config.may_route else (False,):

@@ -21,6 +21,14 @@ def _missing_hardware(item: pytest.Item) -> str | None:
     return None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves tests that are marked exhaustive out, unless ``-m`` asks for them."""
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _missing_hardware(item)
     if reason is not None:

@@ -1,4 +1,4 @@
-"""Which gate functions does the op compute? Each is an expression over the two halves; nothing else is recognised."""
+"""Which activations does the op compute? Each is an expression over the two halves, or over all of the first linear."""
 
 from __future__ import annotations
 
@@ -27,13 +27,23 @@ class GatePattern:
     parameters: tuple[str, ...] = ()
 
 
+# Functions of one value: alone where there is no gate, times "up" where there is one.
+_FUNCTIONS: tuple[tuple[Activation, Any], ...] = (
+    ("silu", ("silu", "gate")),
+    ("gelu", ("gelu", "gate")),
+    ("gelu_tanh", ("gelu_tanh", "gate")),
+    ("relu2", ("square", ("relu", "gate"))),
+)
 _CLAMPED_GATE = ("clamp", "gate", None, _Parameter("limit"))
 _CLAMPED_UP = ("clamp", "up", _Parameter("limit", -1), _Parameter("limit"))
 
+
+def _softcap(value: str, cap: str) -> Any:
+    return ("mul", ("tanh", ("div", value, _Parameter(cap))), _Parameter(cap))
+
+
 GATE_PATTERNS = (
-    GatePattern("silu", ("mul", ("silu", "gate"), "up")),
-    GatePattern("gelu", ("mul", ("gelu", "gate"), "up")),
-    GatePattern("gelu_tanh", ("mul", ("gelu_tanh", "gate"), "up")),
+    *(GatePattern(name, ("mul", function, "up")) for name, function in _FUNCTIONS),
     GatePattern(
         "clamped_swiglu",  # gpt-oss
         (
@@ -43,11 +53,19 @@ GATE_PATTERNS = (
         ),
         parameters=("alpha", "limit"),
     ),
+    GatePattern("clamped_silu", ("mul", ("silu", _CLAMPED_GATE), _CLAMPED_UP), parameters=("limit",)),
+    GatePattern(
+        "softcapped_silu",  # the sigmoid sees the gate itself
+        ("mul", ("mul", _softcap("gate", "gate_cap"), ("sigmoid", "gate")), _softcap("up", "up_cap")),
+        parameters=("gate_cap", "up_cap"),
+    ),
 )
+_UNGATED_PATTERNS = tuple(GatePattern(name, function) for name, function in _FUNCTIONS)
 
-_LAYOUTS: tuple[tuple[GateLayout, dict[str, str]], ...] = (
-    ("concatenated", {"gate": "first", "up": "second"}),
-    ("interleaved", {"gate": "even", "up": "odd"}),
+_LAYOUTS: tuple[tuple[GateLayout, dict[str, str], tuple[GatePattern, ...]], ...] = (
+    ("concatenated", {"gate": "first", "up": "second"}, GATE_PATTERNS),
+    ("interleaved", {"gate": "even", "up": "odd"}, GATE_PATTERNS),
+    ("none", {"gate": "all"}, _UNGATED_PATTERNS),
 )
 _COMMUTATIVE = ("mul", "add")
 
@@ -64,8 +82,8 @@ class Gate:
 
 def recognize_gate(expression: Expression) -> Gate | str:
     """The gate function that ``expression`` is, or a sentence that shows it."""
-    for pattern in GATE_PATTERNS:
-        for layout, halves in _LAYOUTS:
+    for layout, halves, patterns in _LAYOUTS:
+        for pattern in patterns:
             bindings: dict[str, Number] = {}
             if _unify(pattern.expression, expression, halves, bindings):
                 parameters = tuple(bindings[name] for name in pattern.parameters)

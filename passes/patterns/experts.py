@@ -129,22 +129,31 @@ _UNARY = {
     aten.gelu.default: "gelu",
     aten.relu.default: "relu",
     aten.tanh.default: "tanh",
+    aten.square.default: "square",
 }
-_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add"}
+_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add", aten.div.Tensor: "div"}
 
 
 def _elementwise(read: Reader, node: Node) -> Value | str | None:
-    gated = {arg: value for arg in node.all_input_nodes if isinstance(value := read.value(arg), Gated)}
+    gated = {arg: value for arg in node.all_input_nodes if (value := _as_gated(read, arg)) is not None}
     if not gated:
         return None
     first, *_ = gated
     hidden = gated[first].hidden
     if any(value.hidden != hidden or value.unit_axis is not None for value in gated.values()):
         return f"{read.describe(node)} mixes values of two expert linears"
-    if read.dtype(node) != read.dtype(first):
+    if torch.promote_types(read.dtype(hidden.rows.x), read.dtype(node)) != read.dtype(node):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     expression = _expression(read, node)
     return Gated(hidden, expression) if expression is not None else None
+
+
+def _as_gated(read: Reader, arg: object) -> Gated | None:
+    """Elementwise values of the first linear, or all of it, where it has no gate."""
+    value = read.value(arg)
+    if isinstance(value, Hidden):
+        return Gated(value, "all", value.unit_axis)
+    return value if isinstance(value, Gated) else None
 
 
 def _expression(read: Reader, node: Node) -> Expression:
@@ -157,6 +166,8 @@ def _expression(read: Reader, node: Node) -> Expression:
     if target in _BINARY and node.kwargs.get("alpha", 1) == 1:
         operands = (_operand(read, node.args[0]), _operand(read, node.args[1]))
         return (_BINARY[target], *operands) if None not in operands else None
+    if target is aten.pow.Tensor_Scalar and node.args[1] == 2:
+        return ("square", _operand(read, node.args[0]))
     if target is aten.clamp.default:
         low, high = (*node.args[1:], None, None)[:2]
         bounds = [read.number(bound) for bound in (low, high)]
@@ -167,8 +178,8 @@ def _expression(read: Reader, node: Node) -> Expression:
 
 
 def _operand(read: Reader, arg: object) -> Expression:
-    value = read.value(arg)
-    return value.expression if isinstance(value, Gated) else read.number(arg)
+    value = _as_gated(read, arg)
+    return value.expression if value is not None else read.number(arg)
 
 
 def _weight(read: Reader, node: Node) -> Value | str | None:
@@ -188,8 +199,12 @@ def _weight(read: Reader, node: Node) -> Value | str | None:
 
 
 def _widen(read: Reader, node: Node) -> Value | str | None:
-    """A cast after the second linear: to a wider dtype, and back to the tokens' dtype once summed."""
+    """A cast to a wider dtype: of the gate, until the second linear, and of what follows that, until it is summed."""
     value = read.value(node.args[0])
+    if isinstance(value, Gated):
+        tokens = read.dtype(value.hidden.rows.x)
+        if torch.promote_types(tokens, read.dtype(node)) == read.dtype(node):
+            return value
     if isinstance(value, (Hidden, Gated, TokenRows)):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     if not isinstance(value, (ExpertOutput, ChoiceGrid, Combined)):
@@ -256,7 +271,10 @@ def _no_unit_axis(read: Reader, node: Node) -> Value | None:
 EXPERTS = Spelling(
     name="experts",
     part="inside an expert",
-    chain="gather of token rows, + bias[expert], halves, elementwise gate, * weight, view [T, K, D], sum over K",
+    chain=(
+        "gather of token rows, + bias[expert], [halves], elementwise activation, [step of its own], * weight, "
+        "view [T, K, D], sum over K"
+    ),
     rules=(
         Rule("gather rows", (aten.index.Tensor,), _gather),
         Rule("repeat tokens", (aten.repeat_interleave.self_int,), _repeat_tokens),
@@ -264,7 +282,7 @@ EXPERTS = Spelling(
         Rule("halves", (aten.chunk.default, aten.split.Tensor), _halve),
         Rule("half of a pair", (operator.getitem,), _half),
         Rule("half by slice", (aten.slice.Tensor,), _half_by_slice),
-        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.clamp.default), _elementwise),
+        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.pow.Tensor_Scalar, aten.clamp.default), _elementwise),
         Rule("routing weight", (aten.mul.Tensor,), _weight),
         Rule("cast of outputs", (aten.to.dtype, aten._to_copy.default), _widen),
         Rule("rows by token", (aten.view.default, aten.reshape.default), _grid),

@@ -1,4 +1,4 @@
-"""Clamps and masks of expert ids that change nothing, since ids of a top-k over E experts lie in [0, E).
+"""Clamps and masks of expert ids that change nothing, since the ids are known to lie in [0, E).
 
 Code that can also run expert-parallel marks the choices of other ranks by ids from E on, and writes these steps always.
 Where the ids may be out of range, the steps have a meaning that no rule reads, and the layer is refused.
@@ -6,25 +6,12 @@ Where the ids may be out of range, the steps have a meaning that no rule reads, 
 
 from __future__ import annotations
 
-import operator
-
 from torch.fx import Node
 
+from ..id_bound import id_bound
 from ..interpret import Reader, aten
 from ..rule import Rule, Spelling
 from ..values import INNER_VALUES, NeverTrue, PerChoice, Value
-
-
-def id_bound(read: Reader, ids: Node) -> int | None:
-    """E, where ``ids`` are the indices of a top-k over an axis of constant size E: every id lies in [0, E)."""
-    node = read.root(ids)
-    if node.target is not operator.getitem or node.args[1] != 1:
-        return None
-    topk = node.args[0]
-    if not isinstance(topk, Node) or topk.target is not aten.topk.default:
-        return None
-    scores, _, axis = read.arguments(topk, None, None, -1)[:3]
-    return read.static_size(scores, axis)
 
 
 def _clamp(read: Reader, node: Node) -> Value | str | None:

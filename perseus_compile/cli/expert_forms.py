@@ -19,12 +19,12 @@ from perseus_compile.capture import aten_view
 from perseus_compile.cli.models import DType, Width, meta_model, random_model
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import Activation, ExpertsSpec, GateLayout, MoEMatch, WeightLayout
-from perseus_compile.lower import NUM_ACTIVATION_PARAMS
+from perseus_compile.lower import ACTIVATION_PARAMS
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.passes.match_moe import find_moe_layers
 from perseus_compile.testing.models import random_tokens
 
-_GPT_OSS_PARAMS = (1.702, 7.0)  # alpha and limit; no time depends on them
+_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss; no time depends on them
 
 ModelType = Annotated[str | None, typer.Option(help="a Hugging Face model_type, or a folder with a config.json")]
 Hidden = Annotated[int | None, typer.Option(min=8, help="model width D, without --model-type")]
@@ -89,7 +89,7 @@ def spec_of_options(num_experts: int, activation: str, weight_layout: str, gate_
         weight_layout=weight_layout,  # type: ignore[arg-type]  # checked above
         gate_layout=gate_layout,  # type: ignore[arg-type]
         activation=activation,  # type: ignore[arg-type]
-        activation_params=_GPT_OSS_PARAMS[: NUM_ACTIVATION_PARAMS[activation]],
+        activation_params=tuple(_ALPHA if name == "alpha" else _LIMIT for name in ACTIVATION_PARAMS[activation]),
         num_experts=num_experts,
     )
 

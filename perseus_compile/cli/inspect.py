@@ -13,13 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus_compile.cli.console import results, step
-from perseus_compile.cli.models import DType, Width, random_model
+from perseus_compile.cli.models import DType, Width, random_model, require_transformers
 from perseus_compile.doctor import Finding, diagnose
 from perseus_compile.explain import Report
 from perseus_compile.explain import explain as explain_model
 from perseus_compile.testing.models import random_tokens
 
-Name = Annotated[str, typer.Argument(metavar="NAME_OR_FOLDER", help="model_type, or a folder with config.json")]
+Everything = Annotated[bool, typer.Option("--all", help="every MoE family of the installed transformers, tiny")]
+_NAME = typer.Argument(metavar="NAME_OR_FOLDER", help="model_type, or a folder with config.json")
+Name = Annotated[str, _NAME]
+OptionalName = Annotated[str | None, _NAME]
 Layers = Annotated[int, typer.Option(min=1, help="decoder layers")]
 WidthOption = Annotated[Width, typer.Option(help="small sizes, or those of the real model")]
 DTypeOption = Annotated[DType, typer.Option(help="dtype of the weights")]
@@ -30,7 +33,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table")]
 
 
 def explain(
-    name: Name,
+    name: OptionalName = None,
+    everything: Everything = False,
     layers: Layers = 2,
     width: WidthOption = Width.reduced,
     dtype: DTypeOption = DType.float32,
@@ -38,6 +42,11 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Which MoE layers of a model are rewritten, which not, and why. Weights are random; nothing is downloaded."""
+    if everything:
+        _explain_families(implementation, dtype)
+        return
+    if name is None:
+        raise typer.BadParameter("a NAME_OR_FOLDER must be given, or --all, got neither")
     report = _report(name, layers, width, dtype, implementation)
     if as_json:
         typer.echo(report.to_json())
@@ -74,6 +83,20 @@ def doctor(as_json: AsJson = False) -> None:
 
 def print_diff(graph_diff: str) -> None:
     results().print(Syntax(graph_diff, "diff", background_color="default", word_wrap=True))
+
+
+def _explain_families(implementation: str, dtype: DType) -> None:
+    require_transformers()
+    from perseus_compile.testing.families import find_families
+    from perseus_compile.testing.survey import as_markdown, survey
+
+    reports = []
+    for family in find_families():
+        with step(f"compiling {family.name}"):
+            reports.append(
+                survey(family, implementation=implementation, dtype=dtype.torch_dtype, whole_model=family.decorated)
+            )
+    typer.echo(as_markdown(reports))
 
 
 def _report(name: str, layers: int, width: Width, dtype: DType, implementation: str) -> Report:

@@ -10,7 +10,7 @@ from pathlib import Path
 from perseus_compile.errors import BuildError
 
 _ENTRY_HEADER = "perseus/moe/sm90_moe_fwd.cuh"
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "kSilu",
     "gelu": "kGelu",
     "gelu_tanh": "kGeluTanh",
@@ -60,7 +60,7 @@ class VariantSpec:
             '#include "perseus/common/config.cuh"\n'
             "namespace perseus {\n"
             f"using ThisConfig = MoeConfig<{tiles.groups}, {tiles.max_tokens}, {tiles.stages}, WeightLayout::{layout}, "
-            f"{str(self.paired_columns).lower()}, Activation::{_ACTIVATIONS[self.activation]}, "
+            f"{str(self.paired_columns).lower()}, Activation::{ACTIVATIONS[self.activation]}, "
             f"{str(self.routes).lower()}>;\n"
             "}\n"
             "#define PERSEUS_CONFIG ThisConfig\n"
@@ -75,6 +75,14 @@ def source_key(source: str, arch: str, compiler_version: str, flags: tuple[str, 
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part.encode())
     return digest.hexdigest()[:32]
+
+
+def why_no_variant(gate_layout: str, activation: str) -> str | None:
+    """Why no variant of the fused kernel computes such experts; None: ``spec_for`` has one."""
+    if gate_layout != "none" and activation in ACTIVATIONS:
+        return None
+    known = ", ".join(ACTIVATIONS)
+    return f"the fused kernel computes {known} with a gate, got {activation} with gate_layout '{gate_layout}'"
 
 
 def spec_for(tiles: str, *, weight_layout: str, gate_layout: str, activation: str, routes: bool = False) -> VariantSpec:

@@ -103,7 +103,7 @@ def random_causal_lm(
     with torch.random.fork_rng(devices=gpus), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
-        _randomize_zeros(model, std=getattr(config, "initializer_range", 0.02))
+        randomize_constants(model, std=getattr(config, "initializer_range", 0.02))
     if implementation is not None:
         model.set_experts_implementation(implementation)
     return model.eval()
@@ -132,8 +132,10 @@ def random_tokens(model: PreTrainedModel, shape: tuple[int, int], *, seed: int =
 
 
 @torch.no_grad()
-def _randomize_zeros(model: nn.Module, *, std: float) -> None:
-    persistent = model.state_dict(keep_vars=True)
-    for tensor in persistent.values():
-        if tensor.is_floating_point() and tensor.numel() > 1 and not tensor.any():
+def randomize_constants(model: nn.Module, *, std: float) -> None:
+    """Draws every floating-point tensor of ``model`` that is all zero, or was never written."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        is_unwritten = tensor.is_floating_point() and not tensor.isfinite().all()
+        is_zero = tensor.is_floating_point() and tensor.numel() > 1 and not tensor.any()
+        if is_unwritten or is_zero:
             tensor.normal_(std=std)

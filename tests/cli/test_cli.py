@@ -16,6 +16,7 @@ from perseus_compile.doctor import Finding
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.explain import PREPARE
 from perseus_compile.moe_modules import find_moe_modules
+from perseus_compile.testing import families
 from perseus_compile.testing.models import config_for
 
 BORDER = "\N{BOX DRAWINGS LIGHT VERTICAL}"  # between the columns of a table
@@ -35,6 +36,21 @@ def test_explain_prints_a_row_per_layer() -> None:
     assert result.exit_code == 0, result.output
     assert result.output.count(f"rewritten {BORDER}") == 3
     assert "3 rewritten, 0 refused, 0 not found" in result.output
+
+
+def test_explain_prints_a_row_per_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = tuple(family for family in families.find_families() if family.name in ("mixtral", "doge"))
+    monkeypatch.setattr(families, "find_families", lambda: chosen)
+    result = _run("explain", "--all")
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.output.splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[:2] for row in rows if "---" not in row] == [["| doge", "0 of 2"], ["| mixtral", "2 of 2"]]
+
+
+def test_explain_needs_a_name_or_all() -> None:
+    result = _run("explain")
+    assert result.exit_code == 2
+    assert "a NAME_OR_FOLDER must be given, or --all, got neither" in _one_line(result)
 
 
 def test_explain_as_json_with_a_break() -> None:

@@ -28,7 +28,15 @@ TOLERANCE = {
 
 NAMES = ("x", "ids", "weights", "gate_up", "gate_up_bias", "down", "down_bias")
 DIFFERENTIABLE = tuple(name for name in NAMES if name != "ids")
-ACTIVATIONS: dict[str, list[float]] = {"silu": [], "gelu": [], "gelu_tanh": [], "clamped_swiglu": [1.7, 1.0]}
+ACTIVATIONS: dict[str, list[float]] = {
+    "silu": [],
+    "gelu": [],
+    "gelu_tanh": [],
+    "relu2": [],
+    "clamped_swiglu": [1.7, 1.0],
+    "clamped_silu": [1.0],
+    "softcapped_silu": [1.5, 2.0],
+}
 # Every combination of words; biases with half of them, so that each pair of words is met with and without.
 FORMS: tuple[dict[str, Any], ...] = tuple(
     {
@@ -40,8 +48,9 @@ FORMS: tuple[dict[str, Any], ...] = tuple(
     }
     for a, activation in enumerate(ACTIVATIONS)
     for w, weight_layout in enumerate(("out_in", "in_out"))
-    for g, gate_layout in enumerate(("concatenated", "interleaved"))
+    for g, gate_layout in enumerate(("concatenated", "interleaved", "none"))
     for on, weight_on in enumerate(("output", "input"))
+    if gate_layout != "none" or not ACTIVATIONS[activation]
 )
 
 
@@ -130,15 +139,16 @@ def make_case(
     if ids is None:
         ids = torch.randint(0, num_experts, (num_tokens, num_choices), generator=generator)
     weights = 0.3 + torch.rand(ids.shape, generator=generator, dtype=torch.float64)
-    gate_up, down = (num_local, 2 * inner, width), (num_local, width, inner)
+    hidden = inner if gate_layout == "none" else 2 * inner
+    gate_up, down = (num_local, hidden, width), (num_local, width, inner)
     if weight_layout == "in_out":
-        gate_up, down = (num_local, width, 2 * inner), (num_local, inner, width)
+        gate_up, down = (num_local, width, hidden), (num_local, inner, width)
     tensors = (
         normal(ids.shape[0], width),
         ids,
         weights.to(weights_dtype or dtype),
         normal(*gate_up, fan_in=width),
-        normal(num_local, 2 * inner) if biases else None,
+        normal(num_local, hidden) if biases else None,
         normal(*down, fan_in=inner),
         normal(num_local, width) if biases else None,
     )
@@ -168,6 +178,11 @@ def one_thread() -> Iterator[None]:
 def few_rows(dtype: torch.dtype) -> int:
     """An expert with more rows than this runs as a GEMM."""
     return lower.FEW_ROWS.get(dtype, 0)
+
+
+def has_few_rows(form: dict[str, Any]) -> bool:
+    """Whether the few-row loops know the form, so that not every expert runs as a GEMM."""
+    return form["activation"] in lower.FEW_ROWS_ACTIVATIONS and form["gate_layout"] != "none"
 
 
 def ids_with_rows(*rows_of_expert: int) -> Tensor:

@@ -26,11 +26,12 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gate_layout": (
         {"gate_layout": "split"},
-        "gate_layout must be one of concatenated, interleaved; got 'split'; pass one of these words",
+        "gate_layout must be one of concatenated, interleaved, none; got 'split'; pass one of these words",
     ),
     "activation": (
         {"activation": "relu"},
-        "activation must be one of silu, gelu, gelu_tanh, clamped_swiglu; got 'relu'; pass one of these words",
+        "activation must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, clamped_silu, softcapped_silu; "
+        "got 'relu'; pass one of these words",
     ),
     "weight_on": (
         {"weight_on": "hidden"},
@@ -38,13 +39,16 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "params of silu": (
         {"activation_params": [1.0]},
-        "activation_params of silu must hold 0 numbers, got [1.0]; "
-        "clamped_swiglu takes [alpha, limit], the others take none",
+        "activation_params of silu must be [], got [1.0]; pass one number for each name",
     ),
     "params of clamped_swiglu": (
         {"activation": "clamped_swiglu", "activation_params": [1.5]},
-        "activation_params of clamped_swiglu must hold 2 numbers, got [1.5]; "
-        "clamped_swiglu takes [alpha, limit], the others take none",
+        "activation_params of clamped_swiglu must be [alpha, limit], got [1.5]; pass one number for each name",
+    ),
+    "clamped_silu without a gate": (
+        {"activation": "clamped_silu", "activation_params": [1.5], "gate_layout": "none"},
+        "clamped_silu needs a gate and an up half, got gate_layout='none'; "
+        "pass gate_layout='concatenated' or 'interleaved'",
     ),
     "x axes": ({"x": torch.zeros(7, 1, 10)}, f"x must have 2 axes, got 3; {SHAPES}"),
     "ids axes": ({"ids": torch.zeros(7, dtype=torch.int64)}, f"ids must have 2 axes, got 1; {SHAPES}"),

@@ -88,3 +88,55 @@ def test_ids_of_unknown_range_are_refused(spelling: str, sentence: str) -> None:
     report = compile_and_compare(layer, torch.randn(3, 8), ids)
     assert report.layers == []
     assert [refusal.reason for refusal in report.refusals] == [sentence]
+
+
+def two_largest(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The best expert, and the best of the others, each found by a maximum."""
+    scores = torch.softmax(torch.nn.functional.linear(x, layer.router), dim=-1)
+    weights, ids = scores.max(dim=-1, keepdim=True)
+    others, other_ids = scores.scatter(-1, ids, -torch.inf).max(dim=-1, keepdim=True)
+    return torch.cat([weights, others], dim=-1), torch.cat([ids, other_ids], dim=-1)
+
+
+def class_that_is_no_expert(layer: Experts, x: Tensor, *, replaced: int = 4, by: int = 0) -> tuple[Tensor, Tensor]:
+    """The last of five classes computes nothing: its choices go to an expert with the weight zero."""
+    scores = torch.nn.functional.pad(torch.nn.functional.linear(x, layer.router), (0, 1)).sigmoid()
+    weights, ids = scores.topk(2, dim=-1)
+    skipped = ids == replaced
+    return weights.masked_fill(skipped, 0.0), ids.masked_fill(skipped, by)
+
+
+def moved_later(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = Experts.route(layer, x)
+    ids.add_(1)
+    return weights, ids
+
+
+@pytest.mark.parametrize("route", (two_largest, class_that_is_no_expert), ids=lambda route: route.__name__)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_ids_that_are_known_by_other_steps(spelling: str, route: object) -> None:
+    report = compile_and_compare(layer_with_limit(spelling, 4, bias=True, route=route), torch.randn(5, 8))
+    assert [layer.op for layer in report.layers] == ["experts"]
+
+
+def no_expert_kept(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    return class_that_is_no_expert(layer, x, replaced=3)
+
+
+def replaced_by_itself(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    return class_that_is_no_expert(layer, x, by=4)
+
+
+@pytest.mark.parametrize(
+    ("route", "ids"),
+    [
+        (moved_later, "ids of unknown range"),
+        (no_expert_kept, "ids in [0, 5)"),
+        (replaced_by_itself, "ids in [0, 5)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_ids_that_may_be_out_of_range(route: object, ids: str) -> None:
+    report = compile_and_compare(layer_with_limit("batched", 4, bias=True, route=route), torch.randn(5, 8))
+    assert report.layers == []
+    assert [refusal.reason for refusal in report.refusals] == [CLAMPED.format(ids, 3)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perseus_compile import env, fused_router, warmup
-from perseus_compile.errors import BuildError
+from perseus_compile.errors import BuildError, UnsupportedMoE
 from perseus_compile.jit import compiler
 from perseus_compile.jit.shipped import shipped_variants
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
@@ -45,6 +45,12 @@ def test_units_are_what_calls_build() -> None:
         assert tiles in unit.name and ("router" in unit.name) == routes
     router = warmup.router_unit(100)
     assert (router.source, router.arch) == (fused_router.kernel_source(4), "sm_90")
+
+
+@pytest.mark.parametrize(("gate_layout", "activation"), [("none", "silu"), ("concatenated", "clamped_silu")])
+def test_experts_without_a_kernel_are_refused(gate_layout: str, activation: str) -> None:
+    with pytest.raises(UnsupportedMoE, match=f"got {activation} with gate_layout '{gate_layout}'; such experts run on"):
+        warmup.expert_units("out_in", gate_layout, activation)
 
 
 def test_all_is_every_shipped_variant_and_every_router() -> None:

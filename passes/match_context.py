@@ -1,0 +1,153 @@
+"""What must hold around a match, and which record is made of it? Reads the meanings; never edits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from ..facts import ExpertsSpec, MoEMatch, RouterMatch
+from .id_bound import id_bound
+from .interpret import Interpretation, Reader
+from .patterns import spellings
+from .patterns.activations import Gate
+from .region import interfering_write, later_write, outside_reader, write_to_inputs
+from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, TokenRows
+
+LAYER_VALUES = (*INNER_VALUES, Combined)
+# Gathered tokens may have other readers: they cost a gather, not the experts.
+_PRIVATE_VALUES = tuple(kind for kind in LAYER_VALUES if kind is not TokenRows)
+
+
+class RoutingNodes(NamedTuple):
+    """Tokens, expert ids and routing weights in the view; without weights, the tokens are rows of one choice."""
+
+    x: Node
+    ids: Node
+    weights: Node | None
+
+
+def make_match(
+    found: Interpretation,
+    head: Node,
+    sink: Node,
+    output: ExpertOutput,
+    gate: Gate,
+    region: frozenset[Node],
+    *,
+    routing: RoutingNodes,
+    router: RouterMatch | None,
+    router_reason: str | None,
+    symbols: tuple[torch.SymFloat | torch.SymInt, ...] = (),
+) -> MoEMatch:
+    """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out."""
+    rows, gate_up, down = output.hidden.rows, output.hidden.gate_up, output.down
+    num_experts = found.reader.static_size(gate_up.weight, 0)
+    assert num_experts is not None, "expert weights have constant sizes"
+    match = MoEMatch(
+        layer=layer_name(found.view.origin[sink]),
+        spelling=spelling_of(head),
+        x_TD=_dynamo(found, routing.x),
+        ids_TK=_dynamo(found, routing.ids),
+        weights_TK=_dynamo(found, routing.weights) if routing.weights else None,
+        gate_up=_dynamo(found, gate_up.weight),
+        gate_up_bias=_dynamo(found, gate_up.bias) if gate_up.bias else None,
+        down=_dynamo(found, down.weight),
+        down_bias=_dynamo(found, down.bias) if down.bias else None,
+        spec=ExpertsSpec(
+            weight_layout=gate_up.layout,
+            gate_layout=gate.layout,
+            activation=gate.activation,
+            activation_params=tuple(number.value for number in gate.parameters),
+            num_experts=num_experts,
+        ),
+        output=_dynamo(found, sink),
+        region=found.view.dynamo_nodes(region),
+        router=router,
+        router_reason=router_reason,
+        negative_ids_wrap=rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
+        symbols=(*(number.symbol for number in gate.numbers if number.symbol is not None), *symbols),
+    )
+    experts = {match.gate_up, match.gate_up_bias, match.down, match.down_bias}
+    return dataclasses.replace(match, region=match.region - {match.x_TD, match.ids_TK, match.weights_TK} - experts)
+
+
+def _dynamo(found: Interpretation, node: Node) -> Node:
+    value = found.dynamo_value(node)
+    assert value is not None, "a match reads and writes only whole results of Dynamo's nodes"
+    return value
+
+
+def with_idle_writes(read: Reader, region: frozenset[Node], sink: Node) -> frozenset[Node]:
+    """``region`` and the in-place writes to its values that change nothing: the result means what was there before."""
+    writes = (user for node in region for user in node.users if user < sink and user not in region)
+    return region | {write for write in writes if _is_idle_write(read, write) and region.issuperset(write.users)}
+
+
+def _is_idle_write(read: Reader, node: Node) -> bool:
+    is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+    return is_write and read.value(node) is not None and read.value(node) == read.value(node.args[0])
+
+
+def spelling_of(head: Node) -> str:
+    """The name of the spelling that reads the first expert linear."""
+    linears = (each for each in spellings() if each.part == "expert linears")
+    return next(each.name for each in linears if any(head.target in rule.targets for rule in each.rules))
+
+
+def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtype: torch.dtype) -> str | None:
+    """Why the weights of the two linears do not belong to the same experts on tokens of ``dtype``, if they do not."""
+    if not all(isinstance(size, int) for linear in (gate_up, down) for size in read.shape(linear.weight)):
+        return f"expert weights must have constant sizes, got {[list(read.shape(w.weight)) for w in (gate_up, down)]}"
+    if gate_up.layout != down.layout:
+        return f"the two expert weights are stored in different layouts, {gate_up.layout} and {down.layout}"
+    if read.shape(gate_up.weight)[0] != read.shape(down.weight)[0]:
+        return f"the two expert weights hold {read.shape(gate_up.weight)[0]} and {read.shape(down.weight)[0]} experts"
+    for linear in (gate_up, down):
+        for parameter in (linear.weight, linear.bias):
+            if parameter is not None and read.dtype(parameter) != dtype:
+                name = read.describe(parameter)
+                return f"expert parameter {name} is {read.dtype(parameter)}, the tokens are {dtype}"
+    return None
+
+
+def context_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
+    """Why the region cannot be replaced where it stands, if it cannot."""
+    read, view = found.reader, found.view
+    state = view.state[view.origin[sink]]
+    if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
+        return "it runs under torch.autocast"
+    if state.transform:
+        return "it runs under a transform of torch.func"
+    if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
+        return "its nodes run under different gradient or autocast modes"
+    inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
+    # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
+    inner = [node for node in inner if read.root(node) not in inputs]
+    if reader := outside_reader(inner, region):
+        return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
+    if write := interfering_write(view, region, inputs):
+        return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
+    if write := write_to_inputs(view, (node for node in sorted(region) if not _is_idle_write(read, node)), inputs):
+        return f"{read.describe(write)} inside it writes in place to what it reads, and the op would read it afterwards"
+    # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
+    if state.grad and (write := later_write(view, sink, inputs)):
+        return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
+    if missing:
+        return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
+    return None
+
+
+def _is_float(node: Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def layer_name(node: Node) -> str:
+    """Dotted path of the module that ``node`` was traced in, for messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(iter(reversed(list(stack.values()))), ("",))[0]
+    return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"

@@ -104,7 +104,7 @@ def test_tune_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
                 *("--hidden", "64", "--expert-width", "32", "--experts", "8", "--top-k", "2"),
                 *("--activation", "relu"),
             ),
-            "must be one of silu, gelu, gelu_tanh, clamped_swiglu",
+            "must be one of silu, gelu, gelu_tanh",
         ),
     ],
 )

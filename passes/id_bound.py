@@ -6,10 +6,10 @@ import operator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from .interpret import Reader, aten, view_base
+from .region import written_nodes
 
 # Operators that move ids or change how they are stored; the ids themselves stay.
 _MOVES = (
@@ -21,7 +21,8 @@ _MOVES = (
     aten.to.dtype,
     aten._to_copy.default,
 )
-_INDICES = {aten.topk.default: 2, aten.max.dim: 1}  # which argument is the axis that is searched
+# Operators that search along an axis: defaults of their arguments up to that axis.
+_SEARCHES = {aten.topk.default: (None, None, -1), aten.max.dim: (None, None)}
 
 
 def id_bound(read: Reader, ids: Node) -> int | None:
@@ -44,11 +45,10 @@ def id_bound(read: Reader, ids: Node) -> int | None:
 
 def _searched_size(read: Reader, node: Node) -> int | None:
     search, part = node.args
-    if part != 1 or not isinstance(search, Node) or search.target not in _INDICES:
+    if part != 1 or not isinstance(search, Node) or search.target not in _SEARCHES:
         return None
-    position = _INDICES[search.target]
-    axis = search.args[position] if len(search.args) > position else -1
-    return read.static_size(search.args[0], axis)
+    values, *_, axis = read.arguments(search, *_SEARCHES[search.target])[: len(_SEARCHES[search.target])]
+    return read.static_size(values, axis)
 
 
 def _largest(read: Reader, sources: Any) -> int | None:
@@ -76,7 +76,7 @@ def _is_written(node: Node) -> bool:
         for user in pending.pop().users:
             if user in seen:
                 continue
-            if isinstance(user.target, OpOverload) and user.target._schema.is_mutable and user.args[0] in seen:
+            if not seen.isdisjoint(written_nodes(user)):
                 return True
             if view_base(user) is not None or user.target is operator.getitem:
                 seen.add(user)

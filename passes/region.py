@@ -74,13 +74,18 @@ def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
         # What was not traced may write to whatever it reads.
         read = frozenset(view.origin[node].all_input_nodes)
         return frozenset().union(*(_storages(seen) for seen, made in view.results.items() if not read.isdisjoint(made)))
+    return frozenset().union(*map(_storages, written_nodes(node)))
+
+
+def written_nodes(node: Node) -> list[Node]:
+    """What an operator writes in place, as its schema says; in any argument, lists included."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return frozenset()
+        return []
     written: list[Any] = []
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
-    return frozenset().union(*(_storages(arg) for arg in pytree.tree_leaves(written) if isinstance(arg, Node)))
+    return [each for each in pytree.tree_leaves(written) if isinstance(each, Node)]
 
 
 def _storages(node: Node) -> frozenset[int]:

@@ -7,6 +7,7 @@ in anything but the values of their tensors, and the place of the tensors that c
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -16,12 +17,17 @@ _ALIGN_BYTES = 16  # what the kernels ask of addresses
 
 
 class CallSites(Generic[P]):
-    """Plans by call site; the oldest goes where there would be more than ``capacity``."""
+    """Plans by call site; the oldest goes where there would be more than ``capacity``.
+
+    Each token count is a site of its own for each layer: 48 layers fill the default capacity with 85 prompt lengths,
+    and lengths beyond are planned again, which takes some 50 us.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
         self.capacity = capacity
         self._plans: dict[tuple[object, ...], P] = {}
-        self._lock = threading.Lock()  # between finding plans and dropping them
+        self._generation = 0  # of what plans are made from
+        self._lock = threading.Lock()
 
     def find(self, site: tuple[object, ...]) -> P | None:
         return self._plans.get(site)
@@ -29,14 +35,21 @@ class CallSites(Generic[P]):
     def forget(self) -> None:
         """Every site is planned anew at its next call. Captured graphs stay as they are."""
         with self._lock:
+            self._generation += 1
             self._plans.clear()
 
-    def add(self, site: tuple[object, ...], plan: P) -> P:
-        """Keeps a plan. Threads that plan the same site at the same time all may: the last one stays."""
+    def add(self, site: tuple[object, ...], make: Callable[[], P]) -> P:
+        """Makes a plan and keeps it, unless ``forget`` was called meanwhile.
+
+        Threads that plan the same site at the same time all may: the last one stays.
+        """
+        generation = self._generation
+        plan = make()
         with self._lock:
-            if len(self._plans) >= self.capacity and site not in self._plans:
-                del self._plans[next(iter(self._plans))]
-            self._plans[site] = plan
+            if generation == self._generation:
+                if len(self._plans) >= self.capacity and site not in self._plans:
+                    del self._plans[next(iter(self._plans))]
+                self._plans[site] = plan
         return plan
 
 

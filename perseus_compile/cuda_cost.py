@@ -245,7 +245,7 @@ def _token_blocks(shape: CallShape, max_tokens: int) -> list[tuple[int, float]]:
         whole = _ceil_div(_ceil_div(rows, num_blocks), 8) * 8
         last = rows - (num_blocks - 1) * whole
         for block_rows, count in ((whole, num_blocks - 1), (last, 1)):
-            if count and block_rows > 0:
+            if count:
                 blocks[block_rows] = blocks.get(block_rows, 0.0) + count * probability * shape.num_local_experts
     return list(blocks.items())
 

@@ -26,7 +26,7 @@ TOKENS = (1, 16, 128, 1024, 8192)  # a bucket each
 class BucketReport:
     """How a layer runs for one token bucket."""
 
-    num_tokens: int
+    num_tokens: int  # routed rows, where the layer's experts are called on those
     path: Literal["fused", "plain"]
     kernel: str | None  # None on the plain path
     column_groups: int

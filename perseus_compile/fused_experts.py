@@ -88,7 +88,9 @@ _kernels: dict[tuple[VariantSpec, int], MoeKernel | None] = {}
 
 
 def kernel_for(spec: VariantSpec, device_index: int) -> MoeKernel | None:
-    """The loaded kernel; None, with one warning, where it cannot be built or loaded.
+    """The loaded kernel; None, with a warning, where it cannot be built or loaded.
+
+    What cannot be built is not tried again; what the driver refuses, which may be for want of memory, is.
 
     Raises:
         LaunchError: it is not loaded and the current stream is being captured.
@@ -96,16 +98,15 @@ def kernel_for(spec: VariantSpec, device_index: int) -> MoeKernel | None:
     key = (spec, device_index)
     if key not in _kernels:
         driver.refuse_in_capture()
-        _kernels[key] = _load(spec, device_index)
+        try:
+            _kernels[key] = MoeKernel(compiler.build(spec), device_index)
+        except BuildError as error:
+            _log.warning("%s; layers that need it run on the plain path", error)
+            _kernels[key] = None
+        except LaunchError as error:
+            _log.warning("%s; this layer runs on the plain path", error)
+            return None
     return _kernels[key]
-
-
-def _load(spec: VariantSpec, device_index: int) -> MoeKernel | None:
-    try:
-        return MoeKernel(compiler.build(spec), device_index)
-    except (BuildError, LaunchError) as error:
-        _log.warning("%s; this layer runs on the plain path", error)
-        return None
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]  # in schema order

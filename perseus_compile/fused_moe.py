@@ -80,7 +80,7 @@ def make_plan(router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spe
         return fused_experts.Plan(None, None, reason)
     num_tokens, num_experts = x_TD.shape[0], router.weight_ED.shape[0]
     params = fused_router.route_params(router.spec, num_tokens, num_experts, torch.bfloat16, router.correction_bias_E)
-    weights_TK = torch.empty((num_tokens, router.spec.top_k), device="meta")
+    weights_TK = torch.empty((num_tokens, router.spec.top_k), dtype=torch.float32, device="meta")
     tensors = (x_TD, weights_TK.to(torch.int32), weights_TK, *expert_tensors)
     return fused_experts.make_plan(tensors, spec, LaunchRouter(router.weight_ED, router.bias_E, params))
 

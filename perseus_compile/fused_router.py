@@ -59,6 +59,7 @@ def experts_of_a_lane(num_experts: int) -> int:
 
 
 def kernel_source(experts_per_lane: int) -> str:
+    """Of the routing kernel for up to 32 * ``experts_per_lane`` experts."""
     num_bytes = ctypes.sizeof(abi.RouteKernelParams)
     return (
         f"#define PERSEUS_EXPERTS_PER_LANE {experts_per_lane}\n"
@@ -71,7 +72,7 @@ _kernels: dict[tuple[int, int], driver.Kernel | None] = {}
 
 
 def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
-    """The loaded kernel; None, with one warning, where it cannot be built or loaded.
+    """The loaded kernel; None, with a warning, where it cannot be built or loaded, as ``fused_experts.kernel_for``.
 
     Raises:
         LaunchError: it is not loaded and the current stream is being captured.
@@ -79,20 +80,23 @@ def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
     key = (experts_per_lane, device_index)
     if key not in _kernels:
         driver.refuse_in_capture()
-        _kernels[key] = _load(experts_per_lane, device_index)
+        try:
+            _kernels[key] = _load(experts_per_lane, device_index)
+        except BuildError as error:
+            _log.warning("%s; routers that need it run as torch ops", error)
+            _kernels[key] = None
+        except LaunchError as error:
+            _log.warning("%s; this router runs as torch ops", error)
+            return None
     return _kernels[key]
 
 
-def _load(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
+def _load(experts_per_lane: int, device_index: int) -> driver.Kernel:
     arch = "sm_" + "".join(map(str, torch.cuda.get_device_capability(device_index)))
-    try:
-        image = compiler.build_source(kernel_source(experts_per_lane), arch)
-        with torch.cuda.device(device_index):
-            torch.cuda.current_stream().synchronize()  # makes the device's context current
-            return driver.Kernel(image, "perseus_route")
-    except (BuildError, LaunchError) as error:
-        _log.warning("%s; routers run as torch ops", error)
-        return None
+    image = compiler.build_source(kernel_source(experts_per_lane), arch)
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream().synchronize()  # makes the device's context current
+        return driver.Kernel(image, "perseus_route")
 
 
 def route_params(

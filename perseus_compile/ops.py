@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from perseus_compile import launch, launch_cuda, lower, tuned
 from perseus_compile.call_sites import CallSites, experts_site, moe_site
@@ -49,6 +50,7 @@ _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 # The fields of the specs are the numbers of the schemas, in their order.
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
 _EXPERTS_FIELDS = tuple(ExpertsSpec.__dataclass_fields__)
+_PARAMS_FROM_END = _EXPERTS_FIELDS.index("activation_params") - len(_EXPERTS_FIELDS)
 _NUM_EXPERT_TENSORS = 7  # x, ids, weights, gate_up, gate_up_bias, down, down_bias
 _NUM_MOE_TENSORS = 8  # x, router weight, router bias, correction bias, then the last four of these
 _KERNEL_KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
@@ -102,7 +104,7 @@ def _prepared(args: ExpertsArgs, numbers: _Numbers) -> _Experts:
 
 def _hashable(numbers: _Numbers) -> _Numbers:
     """With the parameters of the activation, which the dispatcher passes as a list, as a tuple."""
-    return (*numbers[:-4], tuple(numbers[-4]), *numbers[-3:])
+    return (*numbers[:_PARAMS_FROM_END], tuple(numbers[_PARAMS_FROM_END]), *numbers[_PARAMS_FROM_END + 1 :])
 
 
 def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
@@ -175,7 +177,7 @@ def _experts_on_cuda(*args: Any) -> Tensor:
     site = experts_site(_hashable(numbers), *tensors)
     call = _experts_sites.find(site)
     if call is None:
-        call = _experts_sites.add(site, _checked_experts(args).plan(*tensors))
+        call = _experts_sites.add(site, lambda: _checked_experts(args).plan(*tensors))
     return call.forward(*tensors)
 
 
@@ -208,7 +210,17 @@ class _ExpertsFunction(torch.autograd.Function):
         return None, grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 
 
+def _refuse_forward_mode(args: tuple[Any, ...]) -> None:
+    if any(isinstance(one, Tensor) and forward_ad.unpack_dual(one).tangent is not None for one in args):
+        raise UnsupportedMoE(
+            "perseus ops have derivatives in reverse mode only, got a tensor with a tangent; do not use the perseus "
+            "backend under torch.func.jvp or torch.autograd.forward_ad"
+        )
+
+
 def _experts_autograd(keyset: Any, *args: Any) -> Tensor:
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode(args)
     if _wants_grad(args[:_NUM_EXPERT_TENSORS]):
         return _ExpertsFunction.apply(keyset, *args)
     return _below_autograd("experts", _EXPERTS_KERNELS, keyset, args)
@@ -286,7 +298,7 @@ def _moe_on_cuda(*args: Any) -> Tensor:
     call = _moe_sites.find(site)
     if call is None:
         prepared = _prepared_moe(_router_args(*tensors[:4]), _weight_args(*tensors[4:]), numbers)
-        call = _moe_sites.add(site, launch_cuda.CudaMoe.plan(*prepared, *tensors))
+        call = _moe_sites.add(site, lambda: launch_cuda.CudaMoe.plan(*prepared, *tensors))
     return call.forward(*tensors)
 
 
@@ -310,6 +322,8 @@ def route_and_experts(*args: Any) -> Tensor:
 
 
 def _moe_autograd(keyset: Any, *args: Any) -> Tensor:
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode(args)
     if _wants_grad(args[:_NUM_MOE_TENSORS]):
         return route_and_experts(*args)
     return _below_autograd("moe", _MOE_KERNELS, keyset, args)

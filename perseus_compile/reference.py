@@ -76,8 +76,8 @@ def experts(
             x_D = x_TD[token]
             if weight_on == "input":
                 x_D = (x_D * weight).to(x_TD.dtype)
-            hidden_2F = _linear(x_D, gate_up, gate_up_bias, expert, weight_layout)
-            active_F = activate(*_halves(hidden_2F, gate_layout), activation, activation_params)
+            hidden_H = _linear(x_D, gate_up, gate_up_bias, expert, weight_layout)
+            active_F = activate(*_halves(hidden_H, gate_layout), activation, activation_params)
             y_D = _linear(active_F, down, down_bias, expert, weight_layout)
             total_D = total_D + (y_D.to(sum_dtype) * weight if weight_on == "output" else y_D.to(sum_dtype))
         rows.append(total_D.to(x_TD.dtype))

@@ -15,7 +15,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from perseus_compile.cli.console import errors, results
+from perseus_compile.cli.console import counts, errors, results
 from perseus_compile.cli.models import DType, require_transformers
 from perseus_compile.testing import bench_rows, moe_cases
 from perseus_compile.testing.bench_rows import Row, WrongResult
@@ -46,18 +46,18 @@ def moe_layer(
 
     where = _device(device)
     chosen = [_case(name) for name in cases.split(",")] if cases else moe_cases.CASES_OF_DEVICE[where.type]
-    counts = [int(count) for count in tokens.split(",")] if tokens else moe_cases.TOKENS[where.type]
+    token_counts = counts("--tokens", tokens) if tokens else moe_cases.TOKENS[where.type]
     names = dtypes.split(",") if dtypes else moe_cases.DTYPES[where.type]
     say = _clock()
     wrong: list[str] = []
-    for dtype in (DType(name).torch_dtype for name in names):
-        if where.type == "cuda" and len(chosen) * len(counts) > 1:
-            say(f"compiling {len(chosen) * len(counts)} cells ahead")
-            bench_moe.compile_ahead(chosen, counts, dtype, where, with_inductor=inductor)
+    for dtype in [_dtype(name) for name in names]:
+        if where.type == "cuda" and len(chosen) * len(token_counts) > 1:
+            say(f"compiling {len(chosen) * len(token_counts)} cells ahead")
+            bench_moe.compile_ahead(chosen, token_counts, dtype, where, with_inductor=inductor)
         for case in chosen:
             layer = MoELayer(case, dtype, where)
             cells = []
-            for count in counts:
+            for count in token_counts:
                 try:
                     cell = bench_moe.measure(layer, count, rounds=rounds, with_inductor=inductor, commit=commit)
                 except WrongResult as error:
@@ -88,8 +88,7 @@ def end_to_end(
 
     where, say = _device(device), _clock()
     wrong: list[str] = []
-    lengths, batches = ([int(one) for one in text.split(",") if one] for text in (prefill, decode))
-    workloads = bench_e2e.workloads(lengths, batches)
+    workloads = bench_e2e.workloads(counts("--prefill", prefill), counts("--decode", decode))
     model = bench_e2e.random_model(bench_e2e.QWEN3_30B, num_layers=layers, device=where)
     say("the model is made")
     exact = bench_e2e.exact_logits(model, workloads)
@@ -158,6 +157,12 @@ def _device(name: str | None) -> torch.device:
     if name not in ("cuda", "cpu") or (name == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device must be cpu, or cuda where torch sees a GPU; got {name!r}")
     return torch.device(name)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in list(DType):
+        raise typer.BadParameter(f"--dtypes must be among {', '.join(DType)}; got {name!r}")
+    return DType(name).torch_dtype
 
 
 def _case(name: str) -> moe_cases.Case:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import typer
 from rich.console import Console
 
 errors = Console(stderr=True)
@@ -24,3 +25,15 @@ def step(message: str) -> Iterator[None]:
     with errors.status(f"{message} ..."):
         yield
     errors.print(f"[dim]{message}: {time.perf_counter() - start:.1f} s[/dim]", highlight=False)
+
+
+def counts(option: str, text: str) -> list[int]:
+    """Of "1,16,64"; of nothing, none.
+
+    Raises:
+        typer.BadParameter: one is no number from 1 on.
+    """
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() and int(word) >= 1 for word in words):
+        raise typer.BadParameter(f"{option} must hold counts from 1 on, separated by commas; got {text!r}")
+    return [int(word) for word in words]

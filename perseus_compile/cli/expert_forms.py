@@ -24,7 +24,7 @@ from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.passes.match_moe import find_moe_layers
 from perseus_compile.testing.models import random_tokens
 
-_ALPHA, _LIMIT = 1.702, 7.0  # of gpt-oss; no time depends on them
+_ACTIVATION_PARAM = 7.0  # no time depends on it
 
 ModelType = Annotated[str | None, typer.Option(help="a Hugging Face model_type, or a folder with a config.json")]
 Hidden = Annotated[int | None, typer.Option(min=8, help="model width D, without --model-type")]
@@ -33,7 +33,7 @@ Experts = Annotated[int | None, typer.Option(min=1, help="number of experts E")]
 TopK = Annotated[int | None, typer.Option(min=1, help="experts per token K")]
 ActivationOption = Annotated[str, typer.Option(help=", ".join(get_args(Activation)))]
 WeightLayoutOption = Annotated[str, typer.Option(help="out_in: as nn.Linear; in_out: transposed")]
-GateLayoutOption = Annotated[str, typer.Option(help="concatenated: all of gate, then all of up; interleaved: in turn")]
+GateLayoutOption = Annotated[str, typer.Option(help="concatenated: all of gate, then all of up; interleaved; none")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,11 @@ def form_of_model(name_or_folder: str) -> ExpertForm:
 
 
 def spec_of_options(num_experts: int, activation: str, weight_layout: str, gate_layout: str) -> ExpertsSpec:
-    """Raises: typer.BadParameter: an unknown word."""
+    """The experts of these words, with some parameters of the activation.
+
+    Raises:
+        typer.BadParameter: an unknown word.
+    """
     for option, value, words in (
         ("--activation", activation, get_args(Activation)),
         ("--weight-layout", weight_layout, get_args(WeightLayout)),
@@ -89,7 +93,7 @@ def spec_of_options(num_experts: int, activation: str, weight_layout: str, gate_
         weight_layout=weight_layout,  # type: ignore[arg-type]  # checked above
         gate_layout=gate_layout,  # type: ignore[arg-type]
         activation=activation,  # type: ignore[arg-type]
-        activation_params=tuple(_ALPHA if name == "alpha" else _LIMIT for name in ACTIVATION_PARAMS[activation]),
+        activation_params=(_ACTIVATION_PARAM,) * len(ACTIVATION_PARAMS[activation]),
         num_experts=num_experts,
     )
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from perseus_compile import cuda_plan
 from perseus_compile.cli import expert_forms
-from perseus_compile.cli.console import errors, results, step
+from perseus_compile.cli.console import counts, errors, results, step
 from perseus_compile.cli.expert_forms import ExpertForm
 from perseus_compile.tune import ExpertWeights, TunedBucket, tune_bucket
 
@@ -32,7 +32,7 @@ def tune(
 
     The layer is that of --model-type, or has --hidden, --expert-width, --experts and --top-k. Weights are random.
     """
-    counts = [_count(text) for text in tokens.split(",")]
+    wanted = counts("--tokens", tokens)
     reason = _no_gpu()
     if reason is not None:
         errors.print(f"[red]error:[/red] {reason}", highlight=False)
@@ -45,18 +45,14 @@ def tune(
         form = ExpertForm(model_width=hidden, expert_width=expert_width, top_k=top_k, has_biases=biases, spec=spec)
     else:
         raise typer.BadParameter("pass --model-type, or all of --hidden, --expert-width, --experts and --top-k")
+    if form.top_k > form.spec.num_experts:
+        raise typer.BadParameter(f"--top-k must be at most --experts, {form.spec.num_experts}; got {form.top_k}")
     weights = ExpertWeights.random(form.model_width, form.expert_width, form.has_biases, form.spec)
-    for num_tokens in sorted({cuda_plan.token_bucket(count) for count in counts}):
+    for num_tokens in sorted({cuda_plan.token_bucket(count) for count in wanted}):
         with step(f"measuring at {num_tokens} tokens"):
             bucket = tune_bucket(weights, form.top_k, num_tokens, rounds=rounds)
         results().print(_table(bucket))
         errors.print(f"[dim]{bucket.file or 'not kept: the cache folder is not writable'}[/dim]", highlight=False)
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise typer.BadParameter(f"--tokens must hold counts from 1 on, separated by commas; got {text!r}")
-    return int(text)
 
 
 def _no_gpu() -> str | None:

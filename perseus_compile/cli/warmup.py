@@ -10,6 +10,7 @@ from rich.table import Table
 from perseus_compile import warmup as warm
 from perseus_compile.cli import expert_forms
 from perseus_compile.cli.console import results, step
+from perseus_compile.fused_router import MAX_EXPERTS
 from perseus_compile.jit.cache import default_folder
 
 
@@ -36,6 +37,8 @@ def warmup(
                 spec = expert_forms.form_of_model(model_type).spec
         else:
             spec = expert_forms.spec_of_options(experts or 0, activation, weight_layout, gate_layout)
+        if spec.num_experts > MAX_EXPERTS:
+            raise typer.BadParameter(f"kernels take at most {MAX_EXPERTS} experts, got {spec.num_experts}")
         units = warm.expert_units(spec.weight_layout, spec.gate_layout, spec.activation, arch)
         units += [warm.router_unit(spec.num_experts, arch)] if spec.num_experts else []
     with step(f"compiling {len(units)} kernels for {arch}"):

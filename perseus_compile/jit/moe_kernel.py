@@ -51,6 +51,7 @@ class _ControlBlocks(_C.ControlBlocks):
 
 _blocks_of_device: dict[int, _ControlBlocks] = {}
 _blocks_lock = threading.Lock()
+_record_lock = threading.Lock()  # between reading an expired deadline and clearing it
 
 
 def control_blocks(device_index: int) -> _ControlBlocks:
@@ -157,6 +158,8 @@ class MoeKernel:
         alpha, limit = spec.activation_params or (0.0, 0.0)
         assert 1 <= num_column_groups <= abi.MAX_COLUMN_GROUPS
         assert bool(self.routes) == (router is not None), "kernels with a router need one, others have no use for it"
+        if router is not None:
+            assert (ids_TK.dtype, weights_TK.dtype) == (torch.int32, torch.float32), "as the router phase writes them"
         layout = abi.workspace_layout(
             num_tokens=num_tokens,
             top_k=top_k,
@@ -241,14 +244,18 @@ class MoeKernel:
                 driver.free(address)
         if not launched:
             raise_timeout(self.device_index)
+            return self.run(prepared, x_TD, ids_TK, weights_TK, workspace)
         return out_TD
 
 
 def raise_timeout(device_index: int) -> None:
-    """Raises PeerTimeout with what the kernel wrote, and clears the record."""
+    """Raises PeerTimeout with what the kernel wrote, and clears the record; of many threads one raises."""
     error = control_blocks(device_index).error
-    phase, cta, expert, tile, observed, expected = error.tolist()
-    error.zero_()
+    with _record_lock:
+        phase, cta, expert, tile, observed, expected = error.tolist()
+        error.zero_()
+    if phase == 0:
+        return  # another thread has raised it
     raise PeerTimeout(
         f"a wait inside the MoE kernel must end before its deadline, got {observed} of {expected} arrivals while "
         f"waiting for {abi.WAIT_PHASES.get(phase, phase)} (CTA {cta}, expert {expert}, tile {tile}); the output of "

@@ -36,7 +36,7 @@ def row(
     """One measurement.
 
     Args:
-        bench: which benchmark: moe, ep, e2e, transport, compile.
+        bench: which benchmark: moe, e2e, compile or host.
         case: what is run, a name.
         milliseconds: the samples.
         conditions: of ``conditions.conditions``.

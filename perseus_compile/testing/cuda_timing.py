@@ -67,8 +67,8 @@ def measure(
     Args:
         contestants: graphs, or functions that launch on the current stream.
         rounds: samples of each contestant.
-        sustained: a sample is the mean of calls back to back for 50 ms, after 100 ms of the same that do not count,
-            instead of one call after an idle moment.
+        sustained: a sample is the mean of 50 ms of calls, each after a write of the L2 and without a pause, after 100
+            ms of the same that do not count; instead of one call after an idle moment.
         before_each: called before each call; its time does not count.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")

@@ -87,6 +87,21 @@ def test_e2e(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "over best Inductor" in output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("moe", "--tokens", "1,many"), "--tokens must hold counts from 1 on, separated by commas; got '1,many'"),
+        (("moe", "--dtypes", "float8"), "--dtypes must be among float32, bfloat16, float16; got 'float8'"),
+        (("e2e", "--decode", "0"), "--decode must hold counts from 1 on, separated by commas; got '0'"),
+        (("e2e", "--prefill", "x"), "--prefill must hold counts from 1 on, separated by commas; got 'x'"),
+    ],
+)
+def test_wrong_lists_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["bench", *arguments, "--device", "cpu"])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
+
+
 def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = [
         {bench_compile.STAGES: 0.1, bench_compile.INDUCTOR: 2.0},

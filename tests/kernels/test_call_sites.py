@@ -231,8 +231,21 @@ def test_calls_run_with_the_device_of_their_tensors(roads: Roads, op: str) -> No
 def test_the_oldest_plan_goes_first() -> None:
     sites: CallSites[int] = CallSites(capacity=2)
     for number in (1, 2, 1, 3):
-        sites.add((number,), number)
+        sites.add((number,), lambda number=number: number)
     assert [sites.find((number,)) for number in (1, 2, 3)] == [None, 2, 3]
+
+
+def test_a_plan_from_before_forgetting_is_not_kept() -> None:
+    """A thread that planned with old timings while another recorded new ones would keep its plan for good."""
+    sites: CallSites[str] = CallSites()
+
+    def make() -> str:
+        sites.forget()  # as another thread that has tuned
+        return "old"
+
+    assert sites.add(("site",), make) == "old"
+    assert sites.find(("site",)) is None
+    assert sites.add(("site",), lambda: "new") == sites.find(("site",)) == "new"
 
 
 def test_many_threads_may_plan_at_once() -> None:
@@ -247,7 +260,7 @@ def test_many_threads_may_plan_at_once() -> None:
             found = sites.find((number,))
             if found not in (None, number):
                 wrong.append(found)
-            sites.add((number,), number)
+            sites.add((number,), lambda number=number: number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:

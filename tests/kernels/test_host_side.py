@@ -132,7 +132,8 @@ def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fa
     route = abi.RouteParams(num_tokens=3, num_experts=4, top_k=2)
     router = moe_kernel.LaunchRouter(torch.zeros(4, 24, dtype=torch.bfloat16)[:, :16], biases[1], route)
     kernel.routes = 1
-    prepared = kernel.prepare(*args[:4], biases[0], args[5], biases[1], SPEC, router=router)
+    x, ids, weights, gate_up, _, down, _ = args
+    prepared = kernel.prepare(x, ids.int(), weights, gate_up, biases[0], down, biases[1], SPEC, router=router)
     kernel.run(prepared, args[0], None, None)
     params = fake.launches[0].read_params(abi.MoeParams)
     assert all(getattr(params, name) for name in abi._ADDRESSES)
@@ -245,6 +246,30 @@ def test_a_layer_whose_router_is_covered_is_one_launch(
     first, second = (launch.read_params(abi.MoeParams) for launch in fake.launches)
     assert first.router_weight == second.router_weight == router.weight_ED.data_ptr()
     assert first.ids == first.routed_ids and first.weights == first.routed_weights and first.ids != first.weights
+
+
+def test_a_router_in_the_launch_does_not_ask_for_the_default_dtype(
+    kernel: moe_kernel.MoeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that the launch writes and reads are float32; a stand-in in torch's default dtype said otherwise."""
+    kernel.routes = 1
+    wanted = []
+    prepare = kernel.prepare
+    monkeypatch.setattr(kernel, "prepare", lambda *args, **more: wanted.append(args[1:3]) or prepare(*args, **more))
+    monkeypatch.setattr(fused_experts, "why_not", lambda *args: None)
+    monkeypatch.setattr(fused_router, "why_not", lambda *args: None)
+    monkeypatch.setattr(fused_experts, "kernel_for", lambda variant, device: kernel)
+    monkeypatch.setattr(cuda_plan, "plan_of_call", lambda *args, **options: _plan("few16"))
+    x, _, _, *expert_tensors = _call()
+    for dtype in (torch.bfloat16, torch.float64):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            plan = fused_moe.make_plan(_router(), x, tuple(expert_tensors), SPEC)
+        finally:
+            torch.set_default_dtype(before)
+        assert plan.reason is None
+    assert [(ids.dtype, weights.dtype) for ids, weights in wanted] == [(torch.int32, torch.float32)] * 2
 
 
 def test_a_router_in_the_launch_is_for_few_tokens_in_tiles_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:

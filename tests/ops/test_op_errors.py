@@ -311,3 +311,20 @@ def test_meta_tensors(op: str) -> None:
         "perseus ops need tensors with values, got device 'meta'; "
         "materialise the model with .to_empty(device='cpu'), or trace under FakeTensorMode"
     )
+
+
+@pytest.mark.parametrize("api", ("torch.func.jvp", "forward_ad"))
+def test_forward_mode_is_refused(api: str) -> None:
+    """It gave a tangent of zero without a word."""
+    case = make_case()
+    x, tangent = case["x"], torch.ones_like(case["x"])
+
+    def call(x: Tensor) -> Tensor:
+        return case.having(x=x).run()
+
+    with pytest.raises(UnsupportedMoE, match="derivatives in reverse mode only, got a tensor with a tangent"):
+        if api == "forward_ad":
+            with torch.autograd.forward_ad.dual_level():
+                call(torch.autograd.forward_ad.make_dual(x, tangent))
+        else:
+            torch.func.jvp(call, (x,), (tangent,))

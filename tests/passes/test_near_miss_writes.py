@@ -11,6 +11,8 @@ from near_miss import Case, check, layer_of
 from spellings import BatchedMM, Experts, GroupedMM, grouped_sigmoid_router
 from torch import Tensor, nn
 
+from perseus_compile import perseus
+
 
 def correction(layer: Any) -> None:
     layer.correction = nn.Parameter(torch.randn(layer.num_experts))
@@ -252,3 +254,30 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_near_miss(case: Case) -> None:
     check(case)
+
+
+@torch.library.custom_op("perseus_tests::shift_ids", mutates_args={"ids"})
+def shift_ids(num_experts: Tensor, ids: Tensor) -> None:
+    """Writes to an argument that is not its first."""
+    ids.sub_(num_experts)
+
+
+@pytest.mark.parametrize("form", ("a list", "the second argument", "a method"))
+def test_ids_that_something_makes_negative_wrap(form: str) -> None:
+    """Positions found by topk are no longer such after a write, in whatever argument; the op skipped negative ids."""
+
+    def route(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = Experts.route(layer, x)
+        if form == "a list":
+            torch._foreach_sub_([ids], layer.num_experts)
+        elif form == "a method":
+            ids.sub_(layer.num_experts)
+        else:
+            shift_ids(torch.tensor(layer.num_experts), ids)
+        return weights, ids
+
+    layer = layer_of(BatchedMM, route=route)()
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend=perseus, options={"inner": "eager"})
+        torch.testing.assert_close(compiled(x), layer(x))

@@ -125,7 +125,7 @@ def test_those_who_keep_plans_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_call_sites_are_planned_anew() -> None:
     for sites in (ops._experts_sites, ops._moe_sites):
-        sites.add(("of this test",), None)  # type: ignore[arg-type]
+        sites.add(("of this test",), lambda: None)  # type: ignore[arg-type,return-value]
         assert sites._plans
     tuned.record(_key(), TIMES)
     assert not ops._experts_sites._plans and not ops._moe_sites._plans

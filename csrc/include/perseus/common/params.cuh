@@ -57,7 +57,7 @@ struct MoeParams {
     RouteParams route;            // with C::kRoutes only
 };
 
-// Zero between launches: the last CTA to leave clears it. One per stream, and one per captured call.
+// Zero between launches: the last CTA to leave clears it. One per stream, and per stream and graph capture.
 struct ControlBlock {
     u32 sort_claim;
     u32 sort_counted;

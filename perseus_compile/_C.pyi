@@ -70,7 +70,7 @@ class CpuExperts:
 
 class ControlBlocks:
     def __init__(
-        self, *, words: int, stride_bytes: int, capacity: int, error: int, driver: str = "libcuda.so.1"
+        self, *, words: int, stride_bytes: int, capacity: int, error: int, driver: str
     ) -> None: ...
     @property
     def num_used(self) -> int: ...
@@ -92,6 +92,6 @@ class KernelLauncher:
         threads: int,
         shared_bytes: int,
         control: ControlBlocks | None = None,
-        driver: str = "libcuda.so.1",
+        driver: str,
     ) -> None: ...
     def launch(self, stream: int, *addresses: int) -> bool: ...

@@ -12,8 +12,9 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from perseus_compile.grouped import ROW_BYTES
+
 P = TypeVar("P")
-_ALIGN_BYTES = 16  # what the kernels ask of addresses
 
 
 class CallSites(Generic[P]):
@@ -70,7 +71,7 @@ def experts_site(
     and not looped over, since it is part of every call and a third faster so.
     """
     return (
-        *(x_TD.data_ptr() % _ALIGN_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
+        *(x_TD.data_ptr() % ROW_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
         *(ids_TK.shape, ids_TK.stride(), ids_TK.dtype, ids_TK.device),
         *(weights_TK.shape, weights_TK.stride(), weights_TK.dtype, weights_TK.device),
         *(gate_up.data_ptr(), gate_up.shape, gate_up.stride(), gate_up.dtype),
@@ -94,7 +95,7 @@ def moe_site(
 ) -> tuple[object, ...]:
     """Of a call of ``perseus::moe``, as ``experts_site``."""
     return (
-        *(x_TD.data_ptr() % _ALIGN_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
+        *(x_TD.data_ptr() % ROW_BYTES, x_TD.shape, x_TD.stride(), x_TD.dtype, x_TD.device),
         *(router_weight_ED.data_ptr(), router_weight_ED.shape, router_weight_ED.stride(), router_weight_ED.dtype),
         None if router_bias_E is None else _place(router_bias_E),
         None if correction_bias_E is None else _place(correction_bias_E),

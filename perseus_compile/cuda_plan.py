@@ -85,6 +85,11 @@ def ranked(shape: CallShape, gpu: GpuNumbers) -> tuple[tuple[Candidate, float], 
     return tuple(sorted(timed, key=lambda pair: pair[1]))
 
 
+def covering(timed: tuned.Timed, plain_covers: bool) -> tuned.Timed:
+    """Those of the candidates that can run a call; the fused kernel can."""
+    return tuple((one, ms) for one, ms in timed if plain_covers or one.path == "fused")
+
+
 def plan_for(shape: CallShape, device_index: int, *, plain_covers: bool = True) -> CudaPlan:
     """The plan of the bucket that ``shape`` falls into, on an installed GPU.
 
@@ -115,7 +120,7 @@ def plan_of_call(
 @functools.lru_cache(maxsize=4096)
 def choose(shape: CallShape, gpu: GpuNumbers, *, plain_covers: bool = True) -> CudaPlan:
     """The candidate that measured crossings favour, unless another is predicted to be faster by more than a tie."""
-    allowed = [(one, ms) for one, ms in ranked(shape, gpu) if plain_covers or one.path == "fused"]
+    allowed = covering(ranked(shape, gpu), plain_covers)
     best, best_ms = allowed[0]
     tiles = next((name for name, rows in CROSSINGS.items() if shape.rows_per_expert <= rows), LAST_TILES)
     groups = 2 if shape.num_tokens >= GROUPS_FROM_TOKENS else 1
@@ -129,7 +134,7 @@ def choose(shape: CallShape, gpu: GpuNumbers, *, plain_covers: bool = True) -> C
 
 def choose_measured(measured: tuned.Timed, *, plain_covers: bool = True) -> CudaPlan | None:
     """The fastest of the measured candidates; None where the plain path alone was measured and does not cover."""
-    allowed = [(one, ms) for one, ms in measured if plain_covers or one.path == "fused"]
+    allowed = covering(measured, plain_covers)
     if not allowed:
         return None
     fastest, ms = min(allowed, key=lambda pair: pair[1])

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from perseus_compile import cuda_plan, grouped
-from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.jit import compiler, driver
 from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, Prepared
@@ -25,8 +24,7 @@ _log = logging.getLogger(__name__)
 MAX_EXPERTS = 1024  # the sort's counters are in shared memory
 MAX_TOP_K = 32  # a lane per choice in the combine
 MAX_TOKENS = 131072
-_ALIGN_BYTES = 16
-_MAX_X_ELEMENTS = 2**35  # the gather counts 16-byte chunks in 32 bits
+MAX_SPAN_ELEMENTS = 2**35  # the gather counts 16-byte chunks in 32 bits
 
 
 def why_not(
@@ -62,11 +60,11 @@ def why_not(
             f"at most {MAX_EXPERTS} experts, {MAX_TOP_K} choices and {MAX_TOKENS} tokens, got {gate_up.shape[0]}, "
             f"{ids_TK.shape[1]} and {x_TD.shape[0]}"
         )
-    if x_TD.shape[0] * x_TD.stride(0) >= _MAX_X_ELEMENTS:
-        return f"x must span fewer than {_MAX_X_ELEMENTS} elements, got strides {x_TD.stride()}"
+    if x_TD.shape[0] * x_TD.stride(0) >= MAX_SPAN_ELEMENTS:
+        return f"x must span fewer than {MAX_SPAN_ELEMENTS} elements, got strides {x_TD.stride()}"
     for name, tensor in (("x", x_TD), ("gate_up", gate_up), ("down", down)):
         steps = tensor.stride()[:-1]
-        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or grouped.address_of(tensor) % _ALIGN_BYTES:
+        if tensor.stride(-1) != 1 or any(step % 8 for step in steps) or grouped.address_of(tensor) % grouped.ROW_BYTES:
             return f"{name} needs a contiguous last axis and rows on 16-byte boundaries, got strides {tensor.stride()}"
     for name, small in (
         ("ids", ids_TK),
@@ -88,25 +86,16 @@ _kernels: dict[tuple[VariantSpec, int], MoeKernel | None] = {}
 
 
 def kernel_for(spec: VariantSpec, device_index: int) -> MoeKernel | None:
-    """The loaded kernel; None, with a warning, where it cannot be built or loaded.
-
-    What cannot be built is not tried again; what the driver refuses, which may be for want of memory, is.
+    """The loaded kernel; None, with a warning, where it cannot be built or loaded (``driver.load_once``).
 
     Raises:
         LaunchError: it is not loaded and the current stream is being captured.
     """
-    key = (spec, device_index)
-    if key not in _kernels:
-        driver.refuse_in_capture()
-        try:
-            _kernels[key] = MoeKernel(compiler.build(spec), device_index)
-        except BuildError as error:
-            _log.warning("%s; layers that need it run on the plain path", error)
-            _kernels[key] = None
-        except LaunchError as error:
-            _log.warning("%s; this layer runs on the plain path", error)
-            return None
-    return _kernels[key]
+
+    def load() -> MoeKernel:
+        return MoeKernel(compiler.build(spec), device_index)
+
+    return driver.load_once(_kernels, (spec, device_index), load, "layers that need it run on the plain path")
 
 
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, "Tensor | None"]  # in schema order

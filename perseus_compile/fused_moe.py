@@ -17,9 +17,6 @@ from perseus_compile import fused_experts, fused_router, grouped
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit.moe_kernel import LaunchRouter
 
-_ALIGN_BYTES = 16
-_MAX_WEIGHT_ELEMENTS = 2**35  # the kernel counts 16-byte chunks in 32 bits
-
 
 class Router(NamedTuple):
     """What ``perseus::moe`` gets for its router, in schema order."""
@@ -49,10 +46,10 @@ def why_not(router: Router, x_TD: Tensor) -> str | None:
         if dtype != torch.bfloat16:
             return f"a router in the launch needs bfloat16, got {name} of {dtype}"
     steps = weight_ED.stride()
-    if steps[1] != 1 or steps[0] % 8 or grouped.address_of(weight_ED) % _ALIGN_BYTES:
+    if steps[1] != 1 or steps[0] % 8 or grouped.address_of(weight_ED) % grouped.ROW_BYTES:
         return f"router_weight needs a contiguous last axis and rows on 16-byte boundaries, got strides {steps}"
-    if weight_ED.shape[0] * steps[0] >= _MAX_WEIGHT_ELEMENTS:
-        return f"router_weight must span fewer than {_MAX_WEIGHT_ELEMENTS} elements, got strides {steps}"
+    if weight_ED.shape[0] * steps[0] >= fused_experts.MAX_SPAN_ELEMENTS:
+        return f"router_weight must span fewer than {fused_experts.MAX_SPAN_ELEMENTS} elements, got strides {steps}"
     if bias_E is not None and not bias_E.is_contiguous():
         return f"router_bias must be contiguous, got strides {bias_E.stride()}"
     logits_TE = x_TD.new_empty((x_TD.shape[0], weight_ED.shape[0]))

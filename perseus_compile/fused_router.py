@@ -9,18 +9,15 @@ Axes: T tokens, K choices per token, E experts.
 from __future__ import annotations
 
 import ctypes
-import logging
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from perseus_compile import _C
-from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.facts import RoutingSpec
 from perseus_compile.jit import abi, compiler, driver
 
-_log = logging.getLogger(__name__)
 _ROUTINGS = ("softmax_topk", "topk_softmax", "sigmoid_topk")  # in the order of enum Routing
 _MAX_TOP_K = 32
 MAX_EXPERTS = 1024
@@ -72,23 +69,16 @@ _kernels: dict[tuple[int, int], driver.Kernel | None] = {}
 
 
 def _kernel(experts_per_lane: int, device_index: int) -> driver.Kernel | None:
-    """The loaded kernel; None, with a warning, where it cannot be built or loaded, as ``fused_experts.kernel_for``.
+    """The loaded kernel; None, with a warning, where it cannot be built or loaded (``driver.load_once``).
 
     Raises:
         LaunchError: it is not loaded and the current stream is being captured.
     """
-    key = (experts_per_lane, device_index)
-    if key not in _kernels:
-        driver.refuse_in_capture()
-        try:
-            _kernels[key] = _load(experts_per_lane, device_index)
-        except BuildError as error:
-            _log.warning("%s; routers that need it run as torch ops", error)
-            _kernels[key] = None
-        except LaunchError as error:
-            _log.warning("%s; this router runs as torch ops", error)
-            return None
-    return _kernels[key]
+
+    def load() -> driver.Kernel:
+        return _load(experts_per_lane, device_index)
+
+    return driver.load_once(_kernels, (experts_per_lane, device_index), load, "routers that need it run as torch ops")
 
 
 def _load(experts_per_lane: int, device_index: int) -> driver.Kernel:

@@ -96,8 +96,7 @@ def tune_bucket(weights: ExpertWeights, top_k: int, num_tokens: int, *, rounds: 
         raise UnsupportedMoE(f"{uncovered}; such a call has one path, so that there is nothing to tune")
     plain_covers = grouped.unsupported_reason(x_TD, weights.gate_up, weights.down, weights.spec) is None
     shape = cuda_plan.call_shape(x_TD, ids_TK, weights.gate_up, weights.gate_up_bias, weights.down, weights.spec)
-    priced = cuda_plan.ranked(shape, cuda_plan.gpu_numbers(device.index))
-    ranked = [(one, ms) for one, ms in priced if plain_covers or one.path == "fused"]
+    ranked = cuda_plan.covering(cuda_plan.ranked(shape, cuda_plan.gpu_numbers(device.index)), plain_covers)
     near = [one for one, ms in ranked if one.path == "plain" or ms <= NEAR * ranked[0][1]]
     graphs = {str(one): capture(_call_of(one, tensors, weights.spec)) for one in near}
     times = measure(graphs, rounds)

@@ -21,7 +21,6 @@ namespace py = pybind11;
 namespace perseus::api {
 namespace {
 
-constexpr const char* kDriver = "libcuda.so.1";
 using PatchTuple = std::tuple<size_t, size_t, uint64_t>;  // byte in the parameters, base, offset
 using MapTuple =  // base, offset, sizes, strides in bytes, box
     std::tuple<size_t, uint64_t, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint32_t>>;
@@ -76,7 +75,7 @@ words: device address of `capacity` blocks of zeros, stride_bytes apart. error: 
 is not 0 once a kernel has written it. driver: the library of the CUDA driver. Errors of the driver are LaunchError.)")
         .def(
             py::init<uintptr_t, size_t, size_t, uintptr_t, const std::string&>(), py::kw_only{}, py::arg("words"),
-            py::arg("stride_bytes"), py::arg("capacity"), py::arg("error"), py::arg("driver") = kDriver)
+            py::arg("stride_bytes"), py::arg("capacity"), py::arg("error"), py::arg("driver"))
         .def_property_readonly("num_used", &host::ControlBlocks::num_used)
         .def_property_readonly("expired", &host::ControlBlocks::expired, "Whether the error record is written.")
         .def(
@@ -96,7 +95,7 @@ Threads may launch at the same time. Errors of the driver are LaunchError.)")
         .def(
             py::init(&make_launcher), py::kw_only{}, py::arg("function"), py::arg("context"), py::arg("params"),
             py::arg("patches"), py::arg("tensor_maps"), py::arg("num_addresses"), py::arg("grid"), py::arg("threads"),
-            py::arg("shared_bytes"), py::arg("control") = py::none(), py::arg("driver") = kDriver)
+            py::arg("shared_bytes"), py::arg("control") = py::none(), py::arg("driver"))
         .def(
             "launch", &launch, py::arg("stream"),
             R"(launch(stream, *addresses) -> whether it was launched.

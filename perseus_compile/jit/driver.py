@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from perseus_compile import _C
-from perseus_compile.errors import LaunchError
+from perseus_compile.errors import BuildError, LaunchError
 from perseus_compile.jit.cache import default_folder
 
+_log = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 LIBRARY = "libcuda.so.1"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -50,6 +54,31 @@ def refuse_in_capture() -> None:
             "a kernel must be loaded before a CUDA graph captures it, got its first call inside a capture; "
             "call once with this token count before capturing"
         )
+
+
+def load_once(kernels: dict[K, V | None], key: K, load: Callable[[], V], instead: str) -> V | None:
+    """The kernel of ``key``, loaded at the first call; None, with a warning, where it cannot be built or loaded.
+
+    What cannot be built is not tried again; what the driver refuses, which may be for want of memory, is.
+
+    Args:
+        kernels: those that were loaded before; None: could not be built.
+        instead: what happens without the kernel, a clause for the warning.
+
+    Raises:
+        LaunchError: it is not loaded and the current stream is being captured.
+    """
+    if key not in kernels:
+        refuse_in_capture()
+        try:
+            kernels[key] = load()
+        except BuildError as error:
+            _log.warning("%s; %s", error, instead)
+            kernels[key] = None
+        except LaunchError as error:
+            _log.warning("%s; %s", error, instead)
+            return None
+    return kernels[key]
 
 
 def current_device() -> int:

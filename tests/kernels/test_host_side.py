@@ -14,7 +14,7 @@ from fake_driver import FakeDriver
 
 import perseus_compile
 from perseus_compile import _C, cuda_plan, fused_experts, fused_moe, fused_router, launch_cuda, routing
-from perseus_compile.errors import LaunchError, PeerTimeout
+from perseus_compile.errors import BuildError, LaunchError, PeerTimeout
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.jit import abi, driver, moe_kernel
 from perseus_compile.jit.spec import spec_for
@@ -197,6 +197,24 @@ def test_first_use_inside_a_capture_says_what_to_do(monkeypatch: pytest.MonkeyPa
     assert fused_experts._kernels == fused_router._kernels == {}, "a refusal must not be remembered"
     monkeypatch.setattr(fused_experts, "_kernels", {(variant, 0): None})
     assert fused_experts.kernel_for(variant, 0) is None  # known already: nothing to load
+
+
+@pytest.mark.parametrize(("error", "num_tries"), [(BuildError("no compiler"), 1), (LaunchError("out of memory"), 2)])
+def test_what_cannot_be_built_is_not_tried_again_and_what_the_driver_refuses_is(
+    error: Exception, num_tries: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    kernels: dict[str, object | None] = {}
+    tries = []
+
+    def load() -> object:
+        tries.append(1)
+        raise error
+
+    for _ in range(2):
+        assert driver.load_once(kernels, "variant", load, "layers run on the plain path") is None
+    assert len(tries) == num_tries
+    assert [record.getMessage() for record in caplog.records] == [f"{error}; layers run on the plain path"] * num_tries
 
 
 def test_router_casts_its_bias_and_computes_logits_once(monkeypatch: pytest.MonkeyPatch) -> None:

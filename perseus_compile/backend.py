@@ -114,6 +114,7 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
             why=decision.why,
             graph_diff=diff,
             cuda=rows,
+            checks=decision.checks,
         )
     )
 

@@ -16,6 +16,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from perseus_compile import observe, report_table
 from perseus_compile.backend import CAPTURE_SETTINGS, perseus
 from perseus_compile.cuda_report import BucketReport
+from perseus_compile.facts import Check
 from perseus_compile.graph_breaks import RecordedBreak, fresh_dynamo, layers_around, record_graph_breaks
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 
@@ -44,6 +45,7 @@ class ExplainedLayer:
     nodes_after: int | None = None
     graph_diff: str = ""  # the lines of the graph that the rewrite changed
     cuda: tuple[BucketReport, ...] = ()  # how the experts will run on a GPU, a row per token bucket
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False)  # what the stages asked, in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,17 @@ class Report:
 
     def __str__(self) -> str:
         return report_table.as_text(self)
+
+    def why(self, layer: str) -> str:
+        """The checks of one layer in order, with the answer to each, and the graph breaks inside it, as text.
+
+        Args:
+            layer: the path of a MoE layer or of a module around one, as in ``layers`` and ``graph_breaks``.
+
+        Raises:
+            OptionError: the model has no MoE layer there.
+        """
+        return report_table.why_as_text(self, layer)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -145,9 +158,12 @@ def _explained_layers(graphs: list[observe.GraphReport]) -> Iterator[ExplainedLa
                 nodes_after=layer.nodes_after,
                 graph_diff=layer.graph_diff,
                 cuda=layer.cuda,
+                checks=layer.checks,
             )
         for refusal in graph.refusals:
-            yield ExplainedLayer(graph=index, layer=refusal.layer, status="refused", reason=refusal.reason)
+            yield ExplainedLayer(
+                graph=index, layer=refusal.layer, status="refused", reason=refusal.reason, checks=refusal.checks
+            )
 
 
 def _not_found(

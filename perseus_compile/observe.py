@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch._logging._internal import trace_structured
 from torch.fx import Graph
 
-from .facts import Refusal
+from .facts import Check, Refusal
 
 if TYPE_CHECKING:
     from .cuda_report import BucketReport
@@ -41,6 +41,7 @@ class LayerReport:
         why: one clause on the choice of op.
         graph_diff: lines of the graph that this rewrite changed.
         cuda: how the experts will run on a GPU, a row per token bucket; empty elsewhere, and outside of ``collect``.
+        checks: what matching and planning asked about the layer, in order.
     """
 
     layer: str
@@ -51,6 +52,7 @@ class LayerReport:
     why: str
     graph_diff: str
     cuda: tuple[BucketReport, ...] = ()
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclasses.dataclass(kw_only=True)

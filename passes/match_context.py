@@ -122,14 +122,19 @@ def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtyp
     return None
 
 
+def no_autocast(found: Interpretation, node: Node) -> Condition:
+    state = found.view.state[found.view.origin[node]]
+    is_under = state.casts(node.meta["val"].device.type)
+    return Condition("no autocast", "it runs under torch.autocast" if is_under else None)
+
+
 def context_conditions(
     found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]
 ) -> Iterator[Condition]:
     """What must hold so that the region can be replaced where it stands, cheap questions first."""
     read, view = found.reader, found.view
     state = view.state[view.origin[sink]]
-    is_autocast = state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type)
-    yield Condition("no autocast", "it runs under torch.autocast" if is_autocast else None)
+    yield no_autocast(found, sink)
     yield Condition("no transform", "it runs under a transform of torch.func" if state.transform else None)
     floats = (node for node in region if read.dim(node) >= 0 and _is_float(node))
     is_mixed = any(view.state[view.origin[node]] != state for node in floats)

@@ -6,7 +6,7 @@ weights and the expert weights. What looked like experts and is no such layer be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch.fx import Node
 
@@ -20,6 +20,7 @@ from .match_context import (
     context_conditions,
     layer_name,
     make_match,
+    no_autocast,
     weights_reason,
     with_idle_writes,
 )
@@ -223,6 +224,10 @@ def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:
     return None
 
 
-def _refuse(found: Interpretation, node: Node, reason: str, checks: Iterable[Check]) -> Refusal:
+def _refuse(found: Interpretation, node: Node, reason: str, checks: list[Check]) -> Refusal:
     origin = found.view.origin[node]
+    autocast = no_autocast(found, node)
+    if autocast.reason not in (None, reason):
+        # It inserts casts, whose own sentences would lead away from the cause.
+        reason = ask([autocast], "match", checks) or reason
     return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name, checks=tuple(checks))

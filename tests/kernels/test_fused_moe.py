@@ -108,7 +108,7 @@ def _run(layer: Layer, tiles: str | None = None, **options: object) -> Result:
     prepared = layer.prepared(tiles, **options)
     layout: WorkspaceLayout = prepared.layout  # type: ignore[attr-defined]
     workspace = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
-    out = _kernel(tiles).run(prepared, layer.case.x, None, None, workspace)  # type: ignore[arg-type]
+    out = prepared.run(layer.case.x, None, None, workspace)  # type: ignore[arg-type]
     num_tokens, num_experts = layer.case.x.shape[0], layer.router.weight_ED.shape[0]
 
     def array(start: int, dtype: torch.dtype, columns: int) -> Tensor:
@@ -224,10 +224,10 @@ def test_replay_with_new_tokens(num_tokens: int) -> None:
     tiles = _tiles(layer)
     prepared = layer.prepared(tiles)
     x = layer.case.x.clone()
-    _kernel(tiles).run(prepared, x, None, None)  # type: ignore[arg-type]
+    prepared.run(x, None, None)  # type: ignore[arg-type]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = _kernel(tiles).run(prepared, x, None, None)  # type: ignore[arg-type]
+        out = prepared.run(x, None, None)  # type: ignore[arg-type]
     for _ in range(4):
         layer.case.x = torch.randn_like(x)
         x.copy_(layer.case.x)

@@ -23,8 +23,8 @@ from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 PREPARE = "before compiling: perseus_compile.prepare(model)"
 COMPILE = "instead of torch.compile: perseus_compile.compile(model)"
 REWRITE_LOOP = (
-    "no setting captures this line: loop over all experts, `for e in range(num_experts)`, instead of those that were "
-    "hit, then perseus_compile.compile(model)"
+    "no setting captures this loop: go over all experts, `for e in range(num_experts)`, instead of those that were "
+    "hit, with no branch on their token counts, then perseus_compile.compile(model)"
 )
 NOT_FOUND = (
     "it owns experts, but the captured graphs hold no top-k choice, expert maps and weighted sum that belong to it"
@@ -105,16 +105,17 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     modules = find_moe_modules(model) if isinstance(model, nn.Module) else []
     graphs, breaks = _observe(model, args, kwargs)
     cut = [layers_around(record.stack, modules) for record in breaks]
-    remaining = {record.stack[-1] for record in breaks}
+    uncured = {module.path for inside in cut for module in inside}
     if any(inside and not _can_prepare(model, inside) for inside in cut):
         # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
         with contextlib.suppress(Exception), torch._dynamo.config.patch(CAPTURE_SETTINGS):
-            remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
+            left = [layers_around(record.stack, modules) for record in _observe(model, args, kwargs)[1]]
+            uncured = {module.path for inside in left for module in inside}
     layers = tuple(_explained_layers(graphs))
     return Report(
         layers=(*layers, *_not_found(modules, layers, cut=[module for inside in cut for module in inside])),
         graph_breaks=tuple(
-            _explained_break(record, inside, _advice(model, inside, record.stack[-1] in remaining))
+            _explained_break(record, inside, _advice(model, inside, uncured))
             for record, inside in zip(breaks, cut, strict=True)
         ),
         num_graphs=len(graphs),
@@ -194,12 +195,13 @@ def _explained_break(record: RecordedBreak, layers: list[MoEModule], advice: str
     )
 
 
-def _advice(model: Callable[..., Any], layers: list[MoEModule], breaks_under_capture_settings: bool) -> str | None:
+def _advice(model: Callable[..., Any], layers: list[MoEModule], uncured: set[str]) -> str | None:
+    """The line that cures a break in ``layers``; ``uncured`` are those that break under the capture settings too."""
     if not layers:
         return None
     if _can_prepare(model, layers):
         return PREPARE
-    return REWRITE_LOOP if breaks_under_capture_settings else COMPILE
+    return REWRITE_LOOP if any(layer.path in uncured for layer in layers) else COMPILE
 
 
 def _can_prepare(model: Callable[..., Any], layers: list[MoEModule]) -> bool:

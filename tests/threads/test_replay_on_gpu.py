@@ -1,4 +1,4 @@
-"""Public threads about CUDA graphs: a captured layer is replayed with other routing. Named by thread; our own inputs."""
+"""Public threads about CUDA graphs: a captured layer is replayed with other routing. Each is named by its thread."""
 
 from __future__ import annotations
 

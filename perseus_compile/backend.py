@@ -119,19 +119,20 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
         with report.timed("verify"):
             verify.check_rewrite(gm, match, decision)
     with report.timed("rewrite"):
-        before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
+        part = observe.GraphPart(match.region | (match.router.region if match.router else frozenset()), match.output)
+        nodes_before, lines_before = len(gm.graph.nodes), part.lines()
         rewrite(gm.graph, match, decision, check_ids=options.debug)
-        diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
     rows = cuda_report.describe(match) if observe.is_collecting() else ()  # milliseconds, for those who read them
     report.layers.append(
         observe.LayerReport(
             layer=match.layer,
             spelling=match.spelling,
             op=decision.op,
-            nodes_before=before,
+            nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
             why=decision.why,
-            graph_diff=diff,
+            lines_before=lines_before,
+            lines_after=part.lines(),
             cuda=rows,
             checks=decision.checks,
         )

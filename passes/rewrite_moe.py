@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from ..capture import written_node
 from ..facts import MoEMatch, MoEPlan, op_arguments
 
 
@@ -90,22 +89,8 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
     while erased:  # a write goes once all earlier readers of what it writes to have gone
         erased = False
         for node in list(left):
-            written = _written(node)
+            written = written_node(node)
             if not node.users and (written is None or (written in region and set(written.users) == {node})):
                 graph.erase_node(node)
                 left.remove(node)
                 erased = True
-
-
-def _written(node: Node) -> Node | None:
-    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
-    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
-    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
-)

@@ -20,6 +20,7 @@ WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
+Stage = Literal["capture", "match", "plan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,25 @@ def op_arguments(spec: RoutingSpec | ExpertsSpec, x_dtype: torch.dtype) -> dict[
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question that a stage asked about a layer, and the answer.
+
+    Attributes:
+        stage: the stage that asked.
+        name: a rule of recognition, or what must hold around the layer; "-" where no rule reads the node.
+        node: the operator that it was asked about; empty where it is about the whole layer.
+        passed: False where the answer is the sentence of a refusal.
+        finding: what was found, or that sentence.
+    """
+
+    stage: Stage
+    name: str
+    node: str = ""
+    passed: bool
+    finding: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterMatch:
     """The router of a MoE layer, as nodes of Dynamo's graph. ``x_TD`` holds the same numbers as the experts' x."""
 
@@ -99,6 +119,7 @@ class MoEMatch:
     ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
     where the match ends before the routing weights: x is then [R, D], one row per choice, and the ids are [R].
     ``symbols`` are numbers that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    ``checks`` are what was asked about the layer, in order.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -117,6 +138,7 @@ class MoEMatch:
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,9 +146,10 @@ class Refusal:
     """A place that looked like a MoE layer and keeps its own code, and the sentence that says why."""
 
     layer: str
-    stage: Literal["capture", "match", "plan"]
+    stage: Stage
     reason: str
     node: str  # name of the node in Dynamo's graph at which the stage stopped
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +158,7 @@ class MoEPlan:
 
     op: Literal["experts", "moe"]
     why: str  # one clause for explain()
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,13 +35,15 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     Where the match has no routing weights, ids and weights are not yet as the op wants them (``rows_as_tokens``).
     """
     experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+    x_dtype = match.x_TD.meta["example_value"].dtype
+    numbers = op_arguments(match.spec, x_dtype)
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), op_arguments(match.spec)
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
-    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec), **op_arguments(match.spec)}
+    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec, x_dtype), **numbers}
 
 
 def rows_as_tokens(ids_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ Stage = Literal["capture", "match", "plan"]
 class RoutingSpec:
     """How scores become (weights, expert ids): the numbers of ``perseus::moe`` that belong to the router.
 
-    Defaults are those of the op.
+    Defaults are those of the op, which has some for the dtypes, too (``default_dtypes``).
 
     ``softmax_topk``: softmax over all experts, then top-k. ``topk_softmax``: top-k of the logits, then softmax over the
     chosen. ``sigmoid_topk``: sigmoid; the choice is made on score + correction bias, inside the best groups; the weight
@@ -68,14 +68,17 @@ class ExpertsSpec:
         return {**values, "activation_params": list(self.activation_params)}
 
 
-def op_arguments(spec: RoutingSpec | ExpertsSpec) -> dict[str, Any]:
+def default_dtypes(x_dtype: torch.dtype) -> dict[str, Any]:
+    """Those dtypes of a router that ``perseus::moe`` takes where they are None."""
+    return {"router_dtype": x_dtype, "score_dtype": torch.float32, "weights_dtype": torch.float32}
+
+
+def op_arguments(spec: RoutingSpec | ExpertsSpec, x_dtype: torch.dtype) -> dict[str, Any]:
     """The keyword arguments by which a perseus op learns ``spec``; those that have their default are left out."""
-    values = spec.as_kwargs()
-    return {
-        field.name: values[field.name]
-        for field in dataclasses.fields(spec)
-        if getattr(spec, field.name) != field.default
-    }
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    if isinstance(spec, RoutingSpec):
+        defaults |= default_dtypes(x_dtype)
+    return {name: value for name, value in spec.as_kwargs().items() if getattr(spec, name) != defaults[name]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ from perseus_compile.facts import ExpertsSpec, RoutingSpec
 from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
 from perseus_compile.routing import route
 
-_EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
-_EXPERT_NUMBERS = (
+EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
+EXPERT_NUMBERS = (
     "str weight_layout, str gate_layout, str activation, float[] activation_params, str weight_on, "
     "int num_experts, int expert_offset"
 )
@@ -39,11 +39,11 @@ _ROUTING_NUMBERS = (
 )
 # Nothing is keyword-only: the dispatcher takes .4 us longer for each argument that is.
 SCHEMAS = (
-    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, {_EXPERT_NUMBERS}) -> Tensor",
-    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, "
-    f"{_EXPERT_NUMBERS}, bool[] needs_grad) -> Tensor[]",
+    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, {EXPERT_NUMBERS}) -> Tensor",
+    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, "
+    f"{EXPERT_NUMBERS}, bool[] needs_grad) -> Tensor[]",
     "moe(Tensor x_TD, Tensor router_weight_ED, Tensor? router_bias_E, Tensor? correction_bias_E, "
-    f"{_EXPERT_TENSORS}, {_ROUTING_NUMBERS}, {_EXPERT_NUMBERS}) -> Tensor",
+    f"{EXPERT_TENSORS}, {_ROUTING_NUMBERS}, {EXPERT_NUMBERS}) -> Tensor",
 )
 
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
@@ -51,7 +51,7 @@ _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 _ROUTING_FIELDS = tuple(RoutingSpec.__dataclass_fields__)
 _EXPERTS_FIELDS = tuple(ExpertsSpec.__dataclass_fields__)
 _PARAMS_FROM_END = _EXPERTS_FIELDS.index("activation_params") - len(_EXPERTS_FIELDS)
-_NUM_EXPERT_TENSORS = 7  # x, ids, weights, gate_up, gate_up_bias, down, down_bias
+NUM_EXPERT_TENSORS = 7  # x, ids, weights, gate_up, gate_up_bias, down, down_bias
 _NUM_MOE_TENSORS = 8  # x, router weight, router bias, correction bias, then the last four of these
 _KERNEL_KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 # Nothing is registered for ADInplaceOrView, so the dispatcher falls through it.
@@ -78,7 +78,7 @@ def _weight_args(
     )
 
 
-def _experts_args(x: Tensor, ids: Tensor, weights: Tensor, *expert_tensors: Any) -> ExpertsArgs:
+def experts_args(x: Tensor, ids: Tensor, weights: Tensor, *expert_tensors: Any) -> ExpertsArgs:
     return ExpertsArgs(token_arg(x), token_arg(ids), token_arg(weights), *_weight_args(*expert_tensors))
 
 
@@ -91,14 +91,14 @@ def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias
     )
 
 
-def _experts_spec(numbers: _Numbers) -> ExpertsSpec:
+def experts_spec(numbers: _Numbers) -> ExpertsSpec:
     return ExpertsSpec(**dict(zip(_EXPERTS_FIELDS, _hashable(numbers), strict=True)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(args: ExpertsArgs, numbers: _Numbers) -> _Experts:
     """The experts of such a call, checked and ready to run; cached by value."""
-    spec = lower.lower(args, _experts_spec(numbers))
+    spec = lower.lower(args, experts_spec(numbers))
     return launch.CpuExperts(spec) if spec.device == "cpu" else launch_cuda.CudaExperts(spec)
 
 
@@ -161,19 +161,19 @@ def _below_autograd(name: str, kernels: _Kernels, keyset: Any, args: tuple[Any, 
 
 
 def _experts_on_cpu(*args: Any) -> Tensor:
-    return _checked_experts(args).forward(*args[:_NUM_EXPERT_TENSORS])
+    return _checked_experts(args).forward(*args[:NUM_EXPERT_TENSORS])
 
 
 def _checked_experts(args: tuple[Any, ...]) -> _Experts:
-    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    experts = _prepared(_experts_args(*tensors), _hashable(numbers))
+    tensors, numbers = args[:NUM_EXPERT_TENSORS], args[NUM_EXPERT_TENSORS:]
+    experts = _prepared(experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return experts
 
 
 def _experts_on_cuda(*args: Any) -> Tensor:
-    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
+    tensors, numbers = args[:NUM_EXPERT_TENSORS], args[NUM_EXPERT_TENSORS:]
     site = experts_site(_hashable(numbers), *tensors)
     call = _experts_sites.find(site)
     if call is None:
@@ -185,8 +185,8 @@ _EXPERTS_KERNELS = {"cpu": _experts_on_cpu, "cuda": _experts_on_cuda}
 
 
 def _experts_fake(*args: Any) -> Tensor:
-    tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    lower.check_experts(_experts_args(*tensors), _experts_spec(numbers))
+    tensors, numbers = args[:NUM_EXPERT_TENSORS], args[NUM_EXPERT_TENSORS:]
+    lower.check_experts(experts_args(*tensors), experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
@@ -197,13 +197,13 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
-        ctx.save_for_backward(*args[:_NUM_EXPERT_TENSORS])
-        ctx.numbers = args[_NUM_EXPERT_TENSORS:]
+        ctx.save_for_backward(*args[:NUM_EXPERT_TENSORS])
+        ctx.numbers = args[NUM_EXPERT_TENSORS:]
         return _below_autograd("experts", _EXPERTS_KERNELS, keyset, args)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, _, *need_rest = ctx.needs_input_grad[1 : 1 + _NUM_EXPERT_TENSORS]
+        need_x, _, *need_rest = ctx.needs_input_grad[1 : 1 + NUM_EXPERT_TENSORS]
         needs_grad = [need_x, *need_rest]
         grads = iter(torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, *ctx.numbers, needs_grad))
         grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
@@ -221,7 +221,7 @@ def _refuse_forward_mode(args: tuple[Any, ...]) -> None:
 def _experts_autograd(keyset: Any, *args: Any) -> Tensor:
     if forward_ad._current_level >= 0:
         _refuse_forward_mode(args)
-    if _wants_grad(args[:_NUM_EXPERT_TENSORS]):
+    if _wants_grad(args[:NUM_EXPERT_TENSORS]):
         return _ExpertsFunction.apply(keyset, *args)
     return _below_autograd("experts", _EXPERTS_KERNELS, keyset, args)
 
@@ -231,7 +231,7 @@ def _experts_autograd(keyset: Any, *args: Any) -> Tensor:
 
 def _experts_backward_kernel(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
-    tensors = args[:_NUM_EXPERT_TENSORS]
+    tensors = args[:NUM_EXPERT_TENSORS]
     experts = _checked_experts(tuple(args_of_experts))
     _check_tokens(tensors[0], grad=grad_TD)
     return experts.backward(needs_grad, grad_TD, *tensors)
@@ -240,7 +240,7 @@ def _experts_backward_kernel(grad_TD: Tensor, *args: Any) -> list[Tensor]:
 def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
     _experts_fake(*args_of_experts)
-    x_TD, _, *rest = args[:_NUM_EXPERT_TENSORS]
+    x_TD, _, *rest = args[:NUM_EXPERT_TENSORS]
     _check_tokens(x_TD, grad=grad_TD)
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
@@ -272,7 +272,7 @@ def _prepared_moe(
 ) -> tuple[RoutingSpec, _Experts]:
     """The router and the experts of such a call, checked and ready to run; cached by value."""
     routing, of_experts = _split_numbers(numbers)
-    lower.check_routing(router_args, routing, _experts_spec(of_experts).num_experts)
+    lower.check_routing(router_args, routing, experts_spec(of_experts).num_experts)
     x = router_args.x
     ids = Arg(x.device, torch.int64, (routing.top_k,))
     args = ExpertsArgs(x, ids, ids._replace(dtype=routing.weights_dtype), *expert_args)
@@ -307,7 +307,7 @@ _MOE_KERNELS = {"cpu": _moe_on_cpu, "cuda": _moe_on_cuda}
 
 def _moe_fake(*args: Any) -> Tensor:
     router_tensors, expert_tensors, routing, numbers = _split_moe(args)
-    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    lower.check_routing(_router_args(*router_tensors), routing, experts_spec(numbers).num_experts)
     x_TD = args[0]
     ids_TK = x_TD.new_empty((x_TD.shape[0], routing.top_k), dtype=torch.int64)
     return _experts_fake(x_TD, ids_TK, ids_TK.to(routing.weights_dtype), *expert_tensors, *numbers)
@@ -316,7 +316,7 @@ def _moe_fake(*args: Any) -> Tensor:
 def route_and_experts(*args: Any) -> Tensor:
     """``perseus::moe`` taken apart: the router as plain differentiable torch ops, then ``perseus::experts``."""
     router_tensors, expert_tensors, routing, numbers = _split_moe(args)
-    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    lower.check_routing(_router_args(*router_tensors), routing, experts_spec(numbers).num_experts)
     weights_TK, ids_TK = route(*router_tensors, **routing.as_kwargs())
     return torch.ops.perseus.experts(args[0], ids_TK, weights_TK, *expert_tensors, *numbers)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
@@ -16,6 +16,7 @@ from .errors import OptionError, UnsupportedMoE
 from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
+from .passes.match_context import layer_name
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
 from .plan import plan
@@ -72,6 +73,7 @@ def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport
         # Activation checkpointing and other higher-order operators hold their bodies as graph modules.
         if isinstance(child, GraphModule):
             rewrite_graph(child, options, report)
+    report.layers.extend(parallel_layers(gm.graph))
     try:
         with report.timed("capture"):
             view = aten_view(gm)
@@ -115,6 +117,34 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
             graph_diff=diff,
             cuda=rows,
         )
+    )
+
+
+def parallel_layers(graph: Graph) -> Iterator[observe.LayerReport]:
+    """A row for each layer that ``prepare`` made one node before the graph was captured."""
+    op = torch.ops.perseus.experts_parallel
+    for node in graph.nodes:
+        if node.target not in (op, op.default):
+            continue
+        yield observe.LayerReport(
+            layer=layer_name(node),
+            spelling="prepare",
+            op="experts_parallel",
+            nodes_before=len(graph.nodes),
+            nodes_after=len(graph.nodes),
+            why=_sharing(node),
+            graph_diff="",
+        )
+
+
+def _sharing(node: Node) -> str:
+    """Who shares the experts of a parallel node."""
+    names = (argument.name for argument in torch.ops.perseus.experts_parallel.default._schema.arguments)
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    num_experts, num_local = values["num_experts"], values["gate_up"].meta["example_value"].shape[0]
+    return (
+        f"{num_experts} experts over {num_experts // num_local} ranks of group {values['group_name']!r}, "
+        f"{values['tokens']} tokens"
     )
 
 

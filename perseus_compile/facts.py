@@ -20,6 +20,7 @@ WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
+Tokens = Literal["split", "replicated"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,18 @@ class ExpertsSpec:
     def as_kwargs(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "activation_params": list(self.activation_params)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How the ranks of a group share the experts: what ``perseus::experts_parallel`` has beyond ``ExpertsSpec``."""
+
+    group_name: str
+    tokens: Tokens  # split: each rank has tokens of its own; replicated: all ranks hold the same tokens
+    max_tokens_per_rank: int = 0  # more on any rank is an error on all; 0: no limit
+
+    def as_kwargs(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

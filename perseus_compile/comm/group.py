@@ -38,17 +38,17 @@ def find_group(name: str) -> RankGroup:
     return RankGroup(name, group.rank(), group.size())
 
 
-def share(group: RankGroup, value: str | PerseusError, fault: str) -> list[str]:
-    """The text of every rank, by rank. Collective.
+def require_same(group: RankGroup, value: str | PerseusError, what: str) -> None:
+    """Makes sure that all ranks have the same text. Collective.
 
     Args:
         group: the ranks that call this together.
         value: this rank's text, or the error that keeps it from having one.
-        fault: what the others are told of a rank with an error: the subject of the sentence.
+        what: what the text describes, as the subject of a sentence.
 
     Raises:
-        PerseusError: ``value`` itself, on the rank that has one.
-        GroupError: on the other ranks, if one has an error.
+        PerseusError: ``value`` itself, on a rank that has an error.
+        GroupError: on the other ranks, if one has an error; on all ranks, if two texts differ.
     """
     failed = isinstance(value, PerseusError)
     shared: list[tuple[bool, str]] = [(False, "")] * group.size
@@ -57,8 +57,14 @@ def share(group: RankGroup, value: str | PerseusError, fault: str) -> list[str]:
         raise value
     for rank, (has_failed, text) in enumerate(shared):
         if has_failed:
-            raise GroupError(f"{fault} must be possible on every rank of group {group.name!r}, on rank {rank}: {text}")
-    return [text for _, text in shared]
+            raise GroupError(f"{what} must be possible on every rank of group {group.name!r}, on rank {rank}: {text}")
+    for rank, (_, text) in enumerate(shared):
+        if text != shared[0][1]:
+            raise GroupError(
+                f"{what} must be the same on all ranks of group {group.name!r}, with tensors of the same shapes and "
+                f"dtypes (token counts may differ), got on rank 0:\n  {shared[0][1]}\non rank {rank}:\n  {text}\n"
+                "run the same code with the same configuration on every rank"
+            )
 
 
 def agree(group: RankGroup, device: torch.device, call: str | PerseusError, sizes: list[int]) -> list[list[int]]:
@@ -71,22 +77,17 @@ def agree(group: RankGroup, device: torch.device, call: str | PerseusError, size
         sizes: numbers that may differ between ranks, equally many on each; anything where ``call`` is an error.
 
     Raises:
-        PerseusError: ``call`` itself, on the rank that has one.
+        PerseusError: ``call`` itself, on a rank that has an error.
         GroupError: on all other ranks; on all ranks, if two make different calls.
     """
     digest = _UNABLE if isinstance(call, PerseusError) else _digest(call)
     mine = torch.tensor([digest, *sizes], dtype=torch.int64, device=device)
-    table = _wait(torch.ops._c10d_functional.all_gather_into_tensor(mine, group.size, group.name))
+    collectives = torch.ops._c10d_functional
+    table = collectives.wait_tensor(collectives.all_gather_into_tensor(mine, group.size, group.name))
     rows = table.view(group.size, -1).tolist()
-    if digest != _UNABLE and all(row[0] == digest for row in rows):
-        return [row[1:] for row in rows]
-    texts = share(group, call, "the call")
-    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-    raise GroupError(
-        f"all ranks of group {group.name!r} must make the same call with tensors of the same shapes and dtypes (token "
-        f"counts may differ), got on rank 0:\n  {texts[0]}\non rank {other}:\n  {texts[other]}\n"
-        "run the same code with the same configuration on every rank"
-    )
+    if any(row[0] != digest for row in rows) or digest == _UNABLE:
+        require_same(group, call, "the call")
+    return [row[1:] for row in rows]
 
 
 def _process_group(name: str) -> dist.ProcessGroup:
@@ -104,7 +105,3 @@ def _process_group(name: str) -> dist.ProcessGroup:
 def _digest(call: str) -> int:
     """The same number in every process, unlike ``hash``; never ``_UNABLE``."""
     return int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
-
-
-def _wait(pending: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(pending)

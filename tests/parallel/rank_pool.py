@@ -33,8 +33,8 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
 
-    def run(self, check: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``check(*args)`` returns on each rank.
+    def run(self, check: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What ``check(*args, **kwargs)`` returns on each rank.
 
         Raises:
             RanksFailed: with the traceback of every rank that failed; the processes are then started anew.
@@ -42,7 +42,7 @@ class RankPool:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((check, args))
+            pipe.send((check, args, kwargs))
         answers = self._answers()
         failed = {rank: text for rank, (is_ok, text) in answers.items() if not is_ok}
         missing = [rank for rank in range(self.size) if rank not in answers]
@@ -90,9 +90,9 @@ def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     timeout = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
-        check, args = pipe.recv()
+        check, args, kwargs = pipe.recv()
         torch._dynamo.reset()
         try:
-            pipe.send((True, check(*args)))
+            pipe.send((True, check(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -70,13 +70,13 @@ def _share_experts(model: nn.Module, group: RankGroup, max_tokens_per_rank: int)
     except PerseusError as error:
         text = error
     require_same(group, text, "the model that prepare() shares")
-    replaced: dict[nn.Module, nn.Module] = {}
-    for layer, reading in zip(layers, readings, strict=True):
-        replaced[layer.module] = ParallelExperts(layer.module, reading, group, max_tokens_per_rank)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in replaced:
-                setattr(parent, name, replaced[child])
+    while layers:  # each whole layer is freed before the next one is sliced
+        experts, reading = layers.pop().module, readings.pop()
+        shared = ParallelExperts(experts, reading, group, max_tokens_per_rank)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if child is experts:
+                    setattr(parent, name, shared)
 
 
 def _shareable(model: nn.Module) -> list[MoEModule]:

@@ -45,7 +45,7 @@ def check_model(model_type: str, inner: str | None, num_layers: int = 2) -> None
 
 
 def check_gradients(mine: nn.Module, expected: dict[str, nn.Parameter]) -> None:
-    """Those of shared experts are of all ranks' losses; all others are of this rank's, so their sum over ranks counts."""
+    """Those of shared experts are of all ranks' losses; all others are of this rank's, so the ranks' are summed."""
     names = [name for name, _ in mine.named_parameters() if expected[name].grad is not None]
     assert any(is_shared(mine, name) for name in names)
     for name in names:

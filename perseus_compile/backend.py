@@ -13,13 +13,13 @@ from torch.fx import Graph, GraphModule, Node
 from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
 from .errors import OptionError, UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, Refusal
+from .facts import MoEMatch, MoEPlan, ParallelSpec, Refusal
 from .inductor import register_decompositions
 from .options import Options
 from .passes.match_context import layer_name
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
-from .plan import plan
+from .plan import plan, shared_by
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +69,15 @@ def perseus(
 
 def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
     """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators."""
+    _rewrite_own_nodes(gm, options, report)
     for child in gm.children():
-        # Activation checkpointing and other higher-order operators hold their bodies as graph modules.
+        # Activation checkpointing and other higher-order operators hold their bodies as graph modules. They come last:
+        # bodies may write in place to values that outer nodes hand on, which shows on the fake tensors of those.
         if isinstance(child, GraphModule):
             rewrite_graph(child, options, report)
+
+
+def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
     report.layers.extend(parallel_layers(gm.graph))
     try:
         with report.timed("capture"):
@@ -87,6 +92,8 @@ def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport
     for result in found:
         with report.timed("plan"):
             decision = plan(result) if isinstance(result, MoEMatch) else result
+        if isinstance(result, MoEMatch) and result.parallel is not None and options.verify:
+            decision = _unverifiable(result)
         if isinstance(decision, Refusal):
             report.refusals.append(decision)
         else:
@@ -97,6 +104,15 @@ def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport
         gm.recompile()
 
 
+def _unverifiable(match: MoEMatch) -> Refusal:
+    return Refusal(
+        layer=match.layer,
+        stage="plan",
+        reason="option 'verify' runs a layer on one process, and the ranks of this one exchange rows; leave verify off",
+        node=match.output.name,
+    )
+
+
 def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options, report: observe.GraphReport) -> None:
     if options.verify:
         with report.timed("verify"):
@@ -105,7 +121,8 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
         before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
         rewrite(gm.graph, match, decision, check_ids=options.debug)
         diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
-    rows = cuda_report.describe(match) if observe.is_collecting() else ()  # milliseconds, for those who read them
+    wants_rows = observe.is_collecting() and match.parallel is None
+    rows = cuda_report.describe(match) if wants_rows else ()  # milliseconds, for those who read them
     report.layers.append(
         observe.LayerReport(
             layer=match.layer,
@@ -141,11 +158,8 @@ def _sharing(node: Node) -> str:
     """Who shares the experts of a parallel node."""
     names = (argument.name for argument in torch.ops.perseus.experts_parallel.default._schema.arguments)
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    num_experts, num_local = values["num_experts"], values["gate_up"].meta["example_value"].shape[0]
-    return (
-        f"{num_experts} experts over {num_experts // num_local} ranks of group {values['group_name']!r}, "
-        f"{values['tokens']} tokens"
-    )
+    sharing = ParallelSpec(group_name=values["group_name"], tokens=values["tokens"])
+    return shared_by(sharing, values["num_experts"], values["gate_up"].meta["example_value"].shape[0])
 
 
 def inner_compiler(options: Options) -> Callable[..., Any]:

@@ -113,6 +113,7 @@ class MoEMatch:
     router: RouterMatch | None
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
+    parallel: ParallelSpec | None = None  # set: this rank's experts are some of those of a group
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
 
 
@@ -130,7 +131,7 @@ class Refusal:
 class MoEPlan:
     """What the rewriter does with a match: which op, and why."""
 
-    op: Literal["experts", "moe"]
+    op: Literal["experts", "moe", "experts_parallel"]
     why: str  # one clause for explain()
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from . import grouped
 from .errors import UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch
+from .facts import MoEMatch, MoEPlan, ParallelSpec, Refusal, RouterMatch
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -48,10 +48,21 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
+    if match.parallel is not None:
+        num_local = _value(match.gate_up).shape[0]
+        return MoEPlan(op="experts_parallel", why=shared_by(match.parallel, match.spec.num_experts, num_local))
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
     if apart is None:
         return MoEPlan(op="moe", why="router and experts are one node")
     return MoEPlan(op="experts", why=f"experts alone: {apart}")
+
+
+def shared_by(sharing: ParallelSpec, num_experts: int, num_local: int) -> str:
+    """Who shares the experts of a layer, as ``explain`` says it."""
+    return (
+        f"{num_experts} experts over {num_experts // num_local} ranks of group {sharing.group_name!r}, "
+        f"{sharing.tokens} tokens"
+    )
 
 
 def _illegal_experts(match: MoEMatch) -> str | None:

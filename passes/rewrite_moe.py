@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from ..facts import MoEMatch, MoEPlan
+from ..facts import MoEMatch, MoEPlan, op_arguments
 
 
 def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = False) -> Node:
@@ -38,16 +38,16 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), match.spec.as_kwargs()
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), op_arguments(match.spec)
     if plan.op == "experts_parallel":
         assert match.parallel is not None, "a plan for perseus::experts_parallel needs ranks that share the experts"
-        numbers = {**match.spec.as_kwargs(), **match.parallel.as_kwargs()}
+        numbers = {**op_arguments(match.spec), **op_arguments(match.parallel)}
         target = torch.ops.perseus.experts_parallel.default
         return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
-    return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
+    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec), **op_arguments(match.spec)}
 
 
 def rows_as_tokens(ids_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

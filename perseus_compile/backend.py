@@ -158,7 +158,8 @@ def _sharing(node: Node) -> str:
     """Who shares the experts of a parallel node."""
     names = (argument.name for argument in torch.ops.perseus.experts_parallel.default._schema.arguments)
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    sharing = ParallelSpec(group_name=values["group_name"], tokens=values["tokens"])
+    tokens = values.get("tokens", ParallelSpec.tokens)
+    sharing = ParallelSpec(group_name=values["group_name"], tokens=tokens)
     return shared_by(sharing, values["num_experts"], values["gate_up"].meta["example_value"].shape[0])
 
 

@@ -27,21 +27,23 @@ Tokens = Literal["split", "replicated"]
 class RoutingSpec:
     """How scores become (weights, expert ids): the numbers of ``perseus::moe`` that belong to the router.
 
+    Defaults are those of the op.
+
     ``softmax_topk``: softmax over all experts, then top-k. ``topk_softmax``: top-k of the logits, then softmax over the
     chosen. ``sigmoid_topk``: sigmoid; the choice is made on score + correction bias, inside the best groups; the weight
     is the score without the bias.
     """
 
-    routing: Routing
     top_k: int
+    router_dtype: torch.dtype  # x and router weight are cast to it before the logits are computed
+    score_dtype: torch.dtype  # softmax or sigmoid is computed and returned in it
+    weights_dtype: torch.dtype  # the weights are rounded to it once, after renormalising and before scaling
+    routing: Routing = "softmax_topk"
     renormalize: bool = False  # divide the chosen scores by their sum (+ renormalize_eps)
     renormalize_eps: float = 0.0
     routing_scale: float = 1.0  # multiplies the weights after renormalising
     num_groups: int = 1  # experts form this many equal groups
     topk_groups: int = 1  # only the best so many groups (by the sum of their two best scores) may be chosen from
-    router_dtype: torch.dtype  # x and router weight are cast to it before the logits are computed
-    score_dtype: torch.dtype  # softmax or sigmoid is computed and returned in it
-    weights_dtype: torch.dtype  # the weights are rounded to it once, after renormalising and before scaling
 
     def as_kwargs(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -49,15 +51,16 @@ class RoutingSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """What the experts compute: the numbers of ``perseus::experts`` that are not tensors."""
+    """What the experts compute: the numbers of ``perseus::experts`` that are not tensors. Defaults are the op's."""
 
-    weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
+    num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
+    # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
+    weight_layout: WeightLayout = "out_in"
     # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...; none: no gate, F instead of 2F
-    gate_layout: GateLayout
-    activation: Activation
+    gate_layout: GateLayout = "concatenated"
+    activation: Activation = "silu"
     activation_params: tuple[float, ...] = ()  # lower.ACTIVATION_PARAMS names them
     weight_on: WeightOn = "output"  # the routing weight multiplies an expert's output, or its input row
-    num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
     expert_offset: int = 0  # id of the first expert whose weights are passed
 
     def as_kwargs(self) -> dict[str, Any]:
@@ -67,14 +70,27 @@ class ExpertsSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """How the ranks of a group share the experts: what ``perseus::experts_parallel`` has beyond ``ExpertsSpec``."""
+    """How the ranks of a group share the experts: what ``perseus::experts_parallel`` has beyond ``ExpertsSpec``.
+
+    Defaults are the op's.
+    """
 
     group_name: str
-    tokens: Tokens  # split: each rank has tokens of its own; replicated: all ranks hold the same tokens
+    tokens: Tokens = "split"  # split: each rank has tokens of its own; replicated: all ranks hold the same tokens
     max_tokens_per_rank: int = 0  # more on any rank is an error on all; 0: no limit
 
     def as_kwargs(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def op_arguments(spec: RoutingSpec | ExpertsSpec | ParallelSpec) -> dict[str, Any]:
+    """The keyword arguments by which a perseus op learns ``spec``; those that have their default are left out."""
+    values = spec.as_kwargs()
+    return {
+        field.name: values[field.name]
+        for field in dataclasses.fields(spec)
+        if getattr(spec, field.name) != field.default
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

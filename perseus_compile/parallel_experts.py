@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perseus_compile.comm.group import RankGroup
-from perseus_compile.facts import ParallelSpec
+from perseus_compile.facts import ParallelSpec, op_arguments
 from perseus_compile.read_experts import ExpertsReading
 
 
@@ -29,7 +30,8 @@ class ParallelExperts(nn.Module):
         self._first_expert = self.num_local_experts * group.rank
         self._names = reading.parameters
         spec = ParallelSpec(group_name=group.name, tokens="split", max_tokens_per_rank=max_tokens_per_rank)
-        self._numbers = {**reading.spec.as_kwargs(), "expert_offset": self._first_expert, **spec.as_kwargs()}
+        placed = dataclasses.replace(reading.spec, expert_offset=self._first_expert)
+        self._numbers = {**op_arguments(placed), **op_arguments(spec)}
         for name in filter(None, reading.parameters):
             whole = experts.get_parameter(name)
             self.register_parameter(name, nn.Parameter(self._slice(whole.detach()), whole.requires_grad))

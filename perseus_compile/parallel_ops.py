@@ -18,9 +18,10 @@ Axes: T tokens, K choices per token, E experts over all ranks, D model width, R 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -29,46 +30,46 @@ from perseus_compile import lower
 from perseus_compile.comm.exchange import Choices, Route, by_owner, sum_by_token, sum_dtype, sum_over_ranks
 from perseus_compile.comm.group import RankGroup, agree, find_group
 from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
-from perseus_compile.facts import ExpertsSpec
-from perseus_compile.lower import ExpertsArgs
-from perseus_compile.ops import EXPERT_NUMBERS, EXPERT_TENSORS, NUM_EXPERT_TENSORS, experts_args, experts_spec
+from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens, op_arguments
+from perseus_compile.lower import ExpertsArgs, token_arg, whole_arg
+from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS
 
-_GROUP_ARGUMENTS = "str group_name, str tokens, int max_tokens_per_rank"
-_NUM_GROUP_ARGUMENTS = 3
+_NUMBERS = f"int num_experts, str group_name, {EXPERT_DEFAULTS}, str tokens='split', int max_tokens_per_rank=0"
 SCHEMAS = (
-    f"experts_parallel(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, {EXPERT_NUMBERS}, "
-    f"{_GROUP_ARGUMENTS}) -> Tensor",
+    f"experts_parallel(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, {_NUMBERS}) -> Tensor",
     f"experts_parallel_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, "
-    f"{EXPERT_NUMBERS}, {_GROUP_ARGUMENTS}, bool[] needs_grad) -> Tensor[]",
+    f"bool[] needs_grad, {_NUMBERS}) -> Tensor[]",
 )
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
+_NUM_TENSORS = 7  # x, ids, weights, gate_up, gate_up_bias, down, down_bias
+_NUMBER_NAMES = tuple(one.name for one in torch._C.parse_schema(SCHEMAS[0]).arguments)[_NUM_TENSORS:]
+_SHARING_NAMES = frozenset(ParallelSpec.__dataclass_fields__)
 
 
 class _Call(NamedTuple):
     """The arguments of one call."""
 
     tensors: tuple[Any, ...]
-    numbers: tuple[Any, ...]
+    spec: ExpertsSpec
+    sharing: ParallelSpec
     group: RankGroup
-    tokens: str
-    max_tokens_per_rank: int
 
     @property
-    def spec(self) -> ExpertsSpec:
-        return experts_spec(self.numbers)
+    def args(self) -> ExpertsArgs:
+        x_TD, ids_TK, weights_TK, *experts = self.tensors
+        whole = [None if tensor is None else whole_arg(tensor) for tensor in experts]
+        return ExpertsArgs._make([token_arg(x_TD), token_arg(ids_TK), token_arg(weights_TK), *whole])
 
     def describe(self) -> str:
         """Everything that must be the same on all ranks, as text."""
-        args = experts_args(*self.tensors)
-        spec = self.spec.as_kwargs() | {"expert_offset": "(by rank)"}
-        return _describe(args, tuple(map(str, spec.items())), self.tokens, self.max_tokens_per_rank)
+        return _describe(self.args, dataclasses.replace(self.spec, expert_offset=0), self.sharing)
 
 
 @functools.lru_cache(maxsize=4096)
-def _describe(args: ExpertsArgs, numbers: tuple[str, ...], tokens: str, max_tokens_per_rank: int) -> str:
+def _describe(args: ExpertsArgs, spec: ExpertsSpec, sharing: ParallelSpec) -> str:
     named = zip(args._fields, args, strict=True)
     tensors = [f"{name} {arg.dtype} {list(arg.shape)}" for name, arg in named if arg is not None]
-    return "; ".join([f"tokens={tokens!r}, max_tokens_per_rank={max_tokens_per_rank}", *tensors, *numbers])
+    return "; ".join([*tensors, str(spec), str(sharing)])
 
 
 # ---- the call: everything is checked, and the ranks agree, before any rows move
@@ -79,9 +80,12 @@ def _enter(args: tuple[Any, ...], *, purpose: str, grad_TD: Tensor | None = None
 
     ``purpose``: what else the ranks must agree on, such as the gradients that are asked for.
     """
-    tensors, numbers = args[:NUM_EXPERT_TENSORS], args[NUM_EXPERT_TENSORS:-_NUM_GROUP_ARGUMENTS]
-    group_name, tokens, max_tokens_per_rank = args[-_NUM_GROUP_ARGUMENTS:]
-    call = _Call(tensors, numbers, find_group(group_name), tokens, max_tokens_per_rank)
+    tensors = args[:_NUM_TENSORS]
+    # The dispatcher leaves out the last numbers where they have their defaults.
+    numbers = dict(zip(_NUMBER_NAMES, args[_NUM_TENSORS:], strict=False))
+    sharing = ParallelSpec(**{name: numbers.pop(name) for name in _SHARING_NAMES.intersection(numbers)})
+    numbers["activation_params"] = tuple(numbers.get("activation_params", ()))
+    call = _Call(tensors, ExpertsSpec(**numbers), sharing, find_group(sharing.group_name))
     group, (x_TD, ids_TK) = call.group, tensors[:2]
     text: str | PerseusError
     choices = Choices(ids_TK, ids_TK.new_empty(0), [0] * group.size)
@@ -102,7 +106,7 @@ def _check(call: _Call, grad_TD: Tensor | None) -> None:
     Raises:
         UnsupportedMoE: it cannot.
     """
-    lower.check_experts(experts_args(*call.tensors), call.spec)
+    lower.check_experts(call.args, call.spec)
     x_TD, ids_TK, weights_TK, gate_up = call.tensors[:4]
     for name, other in (("ids", ids_TK), ("weights", weights_TK), ("grad", grad_TD)):
         if other is not None and other.shape[0] != x_TD.shape[0]:
@@ -110,14 +114,15 @@ def _check(call: _Call, grad_TD: Tensor | None) -> None:
                 f"{name} must have one row per token, T={x_TD.shape[0]} as x has, got {other.shape[0]}; "
                 f"pass x and {name} of the same tokens"
             )
-    if call.tokens not in ("split", "replicated"):
+    if call.sharing.tokens not in get_args(Tokens):
         raise UnsupportedMoE(
-            f"tokens must be 'split' or 'replicated', got {call.tokens!r}; pass 'split' where each rank has tokens of "
-            "its own, 'replicated' where all have the same"
+            f"tokens must be 'split' or 'replicated', got {call.sharing.tokens!r}; pass 'split' where each rank has "
+            "tokens of its own, 'replicated' where all have the same"
         )
-    if call.max_tokens_per_rank < 0:
+    if call.sharing.max_tokens_per_rank < 0:
         raise UnsupportedMoE(
-            f"max_tokens_per_rank must be a token count, or 0 for no limit, got {call.max_tokens_per_rank}; pass 0"
+            f"max_tokens_per_rank must be a token count, or 0 for no limit, got {call.sharing.max_tokens_per_rank}; "
+            "pass 0"
         )
     num_local, group, spec = gate_up.shape[0], call.group, call.spec
     if num_local * group.size != spec.num_experts or spec.expert_offset != num_local * group.rank:
@@ -131,14 +136,14 @@ def _check(call: _Call, grad_TD: Tensor | None) -> None:
 
 def _check_token_counts(call: _Call, num_tokens: list[int]) -> None:
     """Raises on every rank, since every rank knows all counts."""
-    limit = call.max_tokens_per_rank
+    limit = call.sharing.max_tokens_per_rank
     if limit and max(num_tokens) > limit:
         rank = num_tokens.index(max(num_tokens))
         raise GroupError(
             f"every rank may pass at most max_tokens_per_rank={limit} tokens, got {num_tokens[rank]} on rank {rank} of "
             f"group {call.group.name!r}; raise the limit on all ranks, or split the batch"
         )
-    if call.tokens == "replicated" and len(set(num_tokens)) > 1:
+    if call.sharing.tokens == "replicated" and len(set(num_tokens)) > 1:
         raise GroupError(
             f"with tokens='replicated' all ranks of group {call.group.name!r} must pass the same tokens, got "
             f"{num_tokens} tokens by rank; pass tokens='split' where ranks have tokens of their own"
@@ -151,7 +156,7 @@ def _check_token_counts(call: _Call, num_tokens: list[int]) -> None:
 def _experts_parallel(*args: Any) -> Tensor:
     call, choices, route = _enter(args, purpose="forward")
     x_TD, ids_TK, weights_TK, *experts = call.tensors
-    is_split = call.tokens == "split"
+    is_split = call.sharing.tokens == "split"
     choices_R = choices.sent_R if is_split else choices.of_rank(call.group.rank)
     rows_RD = x_TD.index_select(0, choices_R // max(1, ids_TK.shape[1]))
     ids_R = ids_TK.reshape(-1).index_select(0, choices_R)
@@ -160,18 +165,18 @@ def _experts_parallel(*args: Any) -> Tensor:
         weights_R1 = weights_TK.reshape(-1, 1).index_select(0, choices_R)
         rows_RD = (rows_RD * weights_R1.to(sum_dtype(x_TD.dtype))).to(x_TD.dtype)
     if is_split:
-        y_RD = route.back(_rows_of_experts(route.to_owners(rows_RD), route.to_owners(ids_R), experts, call.numbers))
+        y_RD = route.back(_rows_of_experts(route.to_owners(rows_RD), route.to_owners(ids_R), experts, call.spec))
     else:
-        y_RD = _rows_of_experts(rows_RD, ids_R, experts, call.numbers)
+        y_RD = _rows_of_experts(rows_RD, ids_R, experts, call.spec)
     sum_TD = sum_by_token(y_RD, choices_R, choices.owners_TK, weights_TK if on_output else None)
     return sum_TD.to(x_TD.dtype) if is_split else sum_over_ranks(call.group, sum_TD, x_TD.dtype)
 
 
-def _rows_of_experts(rows_SD: Tensor, ids_S: Tensor, experts: list[Any], numbers: tuple[Any, ...]) -> Tensor:
+def _rows_of_experts(rows_SD: Tensor, ids_S: Tensor, experts: list[Any], spec: ExpertsSpec) -> Tensor:
     """The expert of each row, without a routing weight."""
     ids_S1 = ids_S.unsqueeze(1)
     ones_S1 = torch.ones_like(ids_S1, dtype=rows_SD.dtype)
-    return torch.ops.perseus.experts(rows_SD, ids_S1, ones_S1, *experts, *numbers)
+    return torch.ops.perseus.experts(rows_SD, ids_S1, ones_S1, *experts, **op_arguments(spec))
 
 
 def _experts_parallel_fake(*args: Any) -> Tensor:
@@ -184,17 +189,18 @@ def _experts_parallel_fake(*args: Any) -> Tensor:
 
 
 def _experts_parallel_backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
-    *args_of_experts, needs_grad = args
+    needs_grad = args[_NUM_TENSORS]
+    of_forward = (*args[:_NUM_TENSORS], *args[_NUM_TENSORS + 1 :])
     # All ranks must ask for the same gradients, since some are exchanged.
-    call, choices, route = _enter(tuple(args_of_experts), purpose=f"backward {needs_grad}", grad_TD=grad_TD)
-    if call.tokens == "replicated":
+    call, choices, route = _enter(of_forward, purpose=f"backward {needs_grad}", grad_TD=grad_TD)
+    if call.sharing.tokens == "replicated":
         return _replicated_backward(call, grad_TD, needs_grad)
     return _split_backward(call, choices, route, grad_TD, needs_grad)
 
 
 def _replicated_backward(call: _Call, grad_TD: Tensor, needs_grad: list[bool]) -> list[Tensor]:
     """Every rank has the whole gradient of the output, and the part of its experts in the gradients of the inputs."""
-    grads = torch.ops.perseus.experts_backward(grad_TD, *call.tensors, *call.numbers, needs_grad)
+    grads = torch.ops.perseus.experts_backward(grad_TD, *call.tensors, needs_grad, **op_arguments(call.spec))
     num_shared = sum(needs_grad[:2])  # those of x and weights
     shared = [sum_over_ranks(call.group, grad.to(sum_dtype(grad.dtype)), grad.dtype) for grad in grads[:num_shared]]
     return [*shared, *grads[num_shared:]]
@@ -211,7 +217,9 @@ def _split_backward(
     ids_S1 = route.to_owners(ids_TK.reshape(-1, 1).index_select(0, choices.sent_R))
     weights_S1 = route.to_owners(weights_TK.reshape(-1, 1).index_select(0, choices.sent_R))
     of_owner = iter(
-        torch.ops.perseus.experts_backward(grad_SD, x_SD, ids_S1, weights_S1, *experts, *call.numbers, needs_grad)
+        torch.ops.perseus.experts_backward(
+            grad_SD, x_SD, ids_S1, weights_S1, *experts, needs_grad, **op_arguments(call.spec)
+        )
     )
     need_x, need_weights, *_ = needs_grad
     grads = []
@@ -225,8 +233,8 @@ def _split_backward(
 
 
 def _experts_parallel_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
-    x_TD, _, *rest = args[:NUM_EXPERT_TENSORS]
-    needs_grad = args[-1]
+    x_TD, _, *rest = args[:_NUM_TENSORS]
+    needs_grad = args[_NUM_TENSORS]
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
 
@@ -234,14 +242,14 @@ def _experts_parallel_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:NUM_EXPERT_TENSORS])
-    ctx.numbers = inputs[NUM_EXPERT_TENSORS:]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
+    ctx.numbers = inputs[_NUM_TENSORS:]
 
 
 def _differentiate(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-    need_x, _, *need_rest = ctx.needs_input_grad[:NUM_EXPERT_TENSORS]
+    need_x, _, *need_rest = ctx.needs_input_grad[:_NUM_TENSORS]
     needs_grad = [need_x, *need_rest]
-    grads = iter(torch.ops.perseus.experts_parallel_backward(grad_TD, *ctx.saved_tensors, *ctx.numbers, needs_grad))
+    grads = iter(torch.ops.perseus.experts_parallel_backward(grad_TD, *ctx.saved_tensors, needs_grad, *ctx.numbers))
     grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
     return grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from op_checks import part_of, random_ids, run, whole_case
@@ -14,12 +12,11 @@ ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot
 
 def check_contract(tokens: str) -> None:
     case = part_of(whole_case(random_ids([5])), None).leaves()
-    arguments = (*case.tensors, *case.numbers.values(), dist.group.WORLD.group_name, tokens, 0)
-    torch.library.opcheck(torch.ops.perseus.experts_parallel, arguments, test_utils=ALL)
-    needs_grad = [True] * 6
-    constants = [value.detach() if isinstance(value, torch.Tensor) else value for value in arguments]
-    backward: tuple[Any, ...] = (torch.ones_like(case["x"]), *constants, needs_grad)
-    torch.library.opcheck(torch.ops.perseus.experts_parallel_backward, backward, test_utils=ALL)
+    numbers = {**case.numbers, "group_name": dist.group.WORLD.group_name, "tokens": tokens}
+    torch.library.opcheck(torch.ops.perseus.experts_parallel, case.tensors, numbers, test_utils=ALL)
+    constants = [None if tensor is None else tensor.detach() for tensor in case.tensors]
+    backward = (torch.ones_like(case["x"]), *constants, [True] * 6)
+    torch.library.opcheck(torch.ops.perseus.experts_parallel_backward, backward, numbers, test_utils=ALL)
 
 
 def check_one_graph_for_all_token_counts() -> None:

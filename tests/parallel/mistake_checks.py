@@ -81,10 +81,10 @@ def unknown_tokens() -> str:
 def destroyed_group() -> str:
     group = dist.new_group(list(range(dist.get_world_size())))
     case = part_of(whole_case(random_ids([NUM_TOKENS])), None)
-    arguments = (*case.tensors, *case.numbers.values(), group.group_name, "split", 0)
-    torch.ops.perseus.experts_parallel(*arguments)
+    numbers = {**case.numbers, "group_name": group.group_name}
+    torch.ops.perseus.experts_parallel(*case.tensors, **numbers)
     dist.destroy_process_group(group)
-    return message_of(lambda: torch.ops.perseus.experts_parallel(*arguments))
+    return message_of(lambda: torch.ops.perseus.experts_parallel(*case.tensors, **numbers))
 
 
 def still_works() -> None:

@@ -37,8 +37,8 @@ def part_of(case: Case, num_tokens: list[int] | None) -> Case:
 
 
 def run(case: Case, *, tokens: str = "split", max_tokens_per_rank: int = 0) -> Tensor:
-    arguments = (*case.tensors, *case.numbers.values(), dist.group.WORLD.group_name, tokens, max_tokens_per_rank)
-    return torch.ops.perseus.experts_parallel(*arguments)
+    sharing = {"group_name": dist.group.WORLD.group_name, "tokens": tokens, "max_tokens_per_rank": max_tokens_per_rank}
+    return torch.ops.perseus.experts_parallel(*case.tensors, **case.numbers, **sharing)
 
 
 def random_ids(num_tokens: list[int], num_choices: int = 3) -> Tensor:

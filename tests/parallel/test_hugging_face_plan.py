@@ -1,6 +1,6 @@
 """Does transformers' own expert-parallel plan keep its meaning: tokens are replicated, and sums are reduced?
 
-The plan gives other ranks' choices an id that is no expert. Never may it become an all-to-all, in which every rank would
+The plan gives other ranks' choices an id that is no expert. Never may it become an all-to-all: every rank would
 do the work of all.
 """
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..facts import ExpertsSpec, MoEMatch, RouterMatch
+from ..conditions import Condition
+from ..facts import Check, ExpertsSpec, MoEMatch, RouterMatch
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader
 from .match_parallel import Sharing, with_sizes
@@ -17,6 +19,7 @@ from .parallel_values import PendingSum
 from .patterns import spellings
 from .patterns.activations import Gate
 from .region import interfering_write, later_write, outside_reader, write_to_inputs
+from .rule_checks import rule_checks
 from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, TokenRows
 
 LAYER_VALUES = (*INNER_VALUES, PendingSum, Combined)
@@ -45,8 +48,12 @@ def make_match(
     router_reason: str | None,
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = (),
     sharing: Sharing | None = None,
+    conditions: Sequence[Check] = (),
 ) -> MoEMatch:
-    """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out."""
+    """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out.
+
+    ``conditions``: what was asked about the layer beside the rules, with the answers.
+    """
     rows, gate_up, down = output.hidden.rows, output.hidden.gate_up, output.down
     num_experts = found.reader.static_size(gate_up.weight, 0)
     assert num_experts is not None, "expert weights have constant sizes"
@@ -75,6 +82,7 @@ def make_match(
         router_reason=router_reason,
         negative_ids_wrap=sharing is None and rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
         symbols=(*(number.symbol for number in gate.numbers if number.symbol is not None), *symbols),
+        checks=(*rule_checks(found, [sink], (routing.x, gate_up.weight, down.weight)), *conditions),
     )
     inputs = {
         match.x_TD,
@@ -130,31 +138,50 @@ def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtyp
     return None
 
 
-def context_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
-    """Why the region cannot be replaced where it stands, if it cannot."""
+def no_autocast(found: Interpretation, node: Node) -> Condition:
+    state = found.view.state[found.view.origin[node]]
+    is_under = state.casts(node.meta["val"].device.type)
+    return Condition("no autocast", "it runs under torch.autocast" if is_under else None)
+
+
+def context_conditions(
+    found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]
+) -> Iterator[Condition]:
+    """What must hold so that the region can be replaced where it stands, cheap questions first."""
     read, view = found.reader, found.view
     state = view.state[view.origin[sink]]
-    if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
-        return "it runs under torch.autocast"
-    if state.transform:
-        return "it runs under a transform of torch.func"
-    if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
-        return "its nodes run under different gradient or autocast modes"
+    yield no_autocast(found, sink)
+    yield Condition("no transform", "it runs under a transform of torch.func" if state.transform else None)
+    floats = (node for node in region if read.dim(node) >= 0 and _is_float(node))
+    is_mixed = any(view.state[view.origin[node]] != state for node in floats)
+    yield Condition("one mode", "its nodes run under different gradient or autocast modes" if is_mixed else None)
+    yield Condition("inner values unread", _inner_reader_reason(read, sink, region, inputs))
+    yield Condition("writes", _write_reason(found, sink, region, inputs))
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
+    yield Condition(
+        "whole values", f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes" if missing else None
+    )
+
+
+def _inner_reader_reason(read: Reader, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
     inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
     # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
     inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
+    return None
+
+
+def _write_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
+    read, view = found.reader, found.view
     if write := interfering_write(view, region, inputs):
         return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
     if write := write_to_inputs(view, (node for node in sorted(region) if not _is_idle_write(read, node)), inputs):
         return f"{read.describe(write)} inside it writes in place to what it reads, and the op would read it afterwards"
     # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
-    if state.grad and (write := later_write(view, sink, inputs)):
+    is_differentiated = view.state[view.origin[sink]].grad
+    if is_differentiated and (write := later_write(view, sink, inputs)):
         return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
-    if missing:
-        return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
     return None
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from ..capture import written_node
 from ..facts import MoEMatch, MoEPlan, op_arguments
 
 
@@ -36,18 +35,20 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     Where the match has no routing weights, ids and weights are not yet as the op wants them (``rows_as_tokens``).
     """
     experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+    x_dtype = match.x_TD.meta["example_value"].dtype
+    numbers = op_arguments(match.spec, x_dtype)
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), op_arguments(match.spec)
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
     if plan.op == "experts_parallel":
         assert match.parallel is not None, "a plan for perseus::experts_parallel needs ranks that share the experts"
-        numbers = {**op_arguments(match.spec), **op_arguments(match.parallel)}
+        numbers |= match.parallel.as_kwargs()
         target = torch.ops.perseus.experts_parallel.default
         return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
-    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec), **op_arguments(match.spec)}
+    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec, x_dtype), **numbers}
 
 
 def rows_as_tokens(ids_R: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -93,22 +94,8 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
     while erased:  # a write goes once all earlier readers of what it writes to have gone
         erased = False
         for node in list(left):
-            written = _written(node)
+            written = written_node(node)
             if not node.users and (written is None or (written in region and set(written.users) == {node})):
                 graph.erase_node(node)
                 left.remove(node)
                 erased = True
-
-
-def _written(node: Node) -> Node | None:
-    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
-    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
-    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
-)

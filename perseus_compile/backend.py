@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule
 
 from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
 from .errors import OptionError, UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, ParallelSpec, Refusal
+from .execution_state import ExecutionState, current_state, execution_states, strictest
+from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
-from .passes.match_context import layer_name
+from .parallel_layers import parallel_layers
+from .passes.distributed import find_distributed_layers
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
-from .plan import plan, shared_by
+from .plan import plan
 
 log = logging.getLogger(__name__)
 
@@ -67,21 +69,27 @@ def perseus(
     return compiled
 
 
-def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
-    """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators."""
-    _rewrite_own_nodes(gm, options, report)
-    for child in gm.children():
-        # Activation checkpointing and other higher-order operators hold their bodies as graph modules. They come last:
-        # bodies may write in place to values that outer nodes hand on, which shows on the fake tensors of those.
-        if isinstance(child, GraphModule):
-            rewrite_graph(child, options, report)
+def rewrite_graph(
+    gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState | None = None
+) -> None:
+    """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators.
+
+    ``start``: the modes under which ``gm`` is called, where they are not those of this moment.
+    """
+    start = start or current_state()
+    bodies = list(_bodies(gm, start))
+    _rewrite_own_nodes(gm, options, report, start)
+    # Last: bodies may write in place to what outer nodes hand on, which shows on the fake tensors of those.
+    for child, modes in bodies:
+        rewrite_graph(child, options, report, modes)
 
 
-def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
+def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState) -> None:
     report.layers.extend(parallel_layers(gm.graph))
+    report.refusals.extend(find_distributed_layers(gm))
     try:
         with report.timed("capture"):
-            view = aten_view(gm)
+            view = aten_view(gm, start)
     except CaptureError as error:
         log.debug("graph %d is not viewed: %s", report.index, error)
         if error.is_failure:
@@ -113,14 +121,26 @@ def _unverifiable(match: MoEMatch) -> Refusal:
     )
 
 
+def _bodies(gm: GraphModule, start: ExecutionState) -> Iterator[tuple[GraphModule, ExecutionState]]:
+    """The graphs that higher-order operators of ``gm`` call, such as those of activation checkpointing."""
+    if not any(isinstance(child, GraphModule) for child in gm.children()):
+        return
+    states = execution_states(gm.graph, start)
+    for name, child in gm.named_children():
+        holders = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == name]
+        callers = [user for holder in holders for user in holder.users]
+        if isinstance(child, GraphModule) and callers:
+            yield child, strictest(states[caller] for caller in callers)
+
+
 def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options, report: observe.GraphReport) -> None:
     if options.verify:
         with report.timed("verify"):
             verify.check_rewrite(gm, match, decision)
     with report.timed("rewrite"):
-        before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
+        part = observe.GraphPart(match.region | (match.router.region if match.router else frozenset()), match.output)
+        nodes_before, lines_before = len(gm.graph.nodes), part.lines()
         rewrite(gm.graph, match, decision, check_ids=options.debug)
-        diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
     wants_rows = observe.is_collecting() and match.parallel is None
     rows = cuda_report.describe(match) if wants_rows else ()  # milliseconds, for those who read them
     report.layers.append(
@@ -128,39 +148,15 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
             layer=match.layer,
             spelling=match.spelling,
             op=decision.op,
-            nodes_before=before,
+            nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
             why=decision.why,
-            graph_diff=diff,
+            lines_before=lines_before,
+            lines_after=part.lines(),
             cuda=rows,
+            checks=decision.checks,
         )
     )
-
-
-def parallel_layers(graph: Graph) -> Iterator[observe.LayerReport]:
-    """A row for each layer that ``prepare`` made one node before the graph was captured."""
-    op = torch.ops.perseus.experts_parallel
-    for node in graph.nodes:
-        if node.target not in (op, op.default):
-            continue
-        yield observe.LayerReport(
-            layer=layer_name(node),
-            spelling="prepare",
-            op="experts_parallel",
-            nodes_before=len(graph.nodes),
-            nodes_after=len(graph.nodes),
-            why=_sharing(node),
-            graph_diff="",
-        )
-
-
-def _sharing(node: Node) -> str:
-    """Who shares the experts of a parallel node."""
-    names = (argument.name for argument in torch.ops.perseus.experts_parallel.default._schema.arguments)
-    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    tokens = values.get("tokens", ParallelSpec.tokens)
-    sharing = ParallelSpec(group_name=values["group_name"], tokens=tokens)
-    return shared_by(sharing, values["num_experts"], values["gate_up"].meta["example_value"].shape[0])
 
 
 def inner_compiler(options: Options) -> Callable[..., Any]:

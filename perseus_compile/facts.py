@@ -21,13 +21,14 @@ GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
 Tokens = Literal["split", "replicated"]
+Stage = Literal["capture", "match", "plan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingSpec:
     """How scores become (weights, expert ids): the numbers of ``perseus::moe`` that belong to the router.
 
-    Defaults are those of the op.
+    Defaults are those of the op, which has some for the dtypes, too (``default_dtypes``).
 
     ``softmax_topk``: softmax over all experts, then top-k. ``topk_softmax``: top-k of the logits, then softmax over the
     chosen. ``sigmoid_topk``: sigmoid; the choice is made on score + correction bias, inside the best groups; the weight
@@ -83,14 +84,36 @@ class ParallelSpec:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def op_arguments(spec: RoutingSpec | ExpertsSpec | ParallelSpec) -> dict[str, Any]:
+def default_dtypes(x_dtype: torch.dtype) -> dict[str, Any]:
+    """Those dtypes of a router that ``perseus::moe`` takes where they are None."""
+    return {"router_dtype": x_dtype, "score_dtype": torch.float32, "weights_dtype": torch.float32}
+
+
+def op_arguments(spec: RoutingSpec | ExpertsSpec, x_dtype: torch.dtype) -> dict[str, Any]:
     """The keyword arguments by which a perseus op learns ``spec``; those that have their default are left out."""
-    values = spec.as_kwargs()
-    return {
-        field.name: values[field.name]
-        for field in dataclasses.fields(spec)
-        if getattr(spec, field.name) != field.default
-    }
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    if isinstance(spec, RoutingSpec):
+        defaults |= default_dtypes(x_dtype)
+    return {name: value for name, value in spec.as_kwargs().items() if getattr(spec, name) != defaults[name]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question that a stage asked about a layer, and the answer.
+
+    Attributes:
+        stage: the stage that asked.
+        name: a rule of recognition, or what must hold around the layer; "-" where no rule reads the node.
+        node: the operator that it was asked about; empty where it is about the whole layer.
+        passed: False where the answer is the sentence of a refusal.
+        finding: what was found, or that sentence.
+    """
+
+    stage: Stage
+    name: str
+    node: str = ""
+    passed: bool
+    finding: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +135,7 @@ class MoEMatch:
     ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
     where the match ends before the routing weights: x is then [R, D], one row per choice, and the ids are [R].
     ``symbols`` are numbers that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    ``checks`` are what was asked about the layer, in order.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -131,6 +155,7 @@ class MoEMatch:
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
     parallel: ParallelSpec | None = None  # set: this rank's experts are some of those of a group
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +163,10 @@ class Refusal:
     """A place that looked like a MoE layer and keeps its own code, and the sentence that says why."""
 
     layer: str
-    stage: Literal["capture", "match", "plan"]
+    stage: Stage
     reason: str
     node: str  # name of the node in Dynamo's graph at which the stage stopped
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +175,7 @@ class MoEPlan:
 
     op: Literal["experts", "moe", "experts_parallel"]
     why: str  # one clause for explain()
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

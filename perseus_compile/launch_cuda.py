@@ -202,6 +202,6 @@ class CudaMoe(NamedTuple):
             with torch.cuda.device(x_TD.device):
                 return self.forward(x_TD, router_weight_ED, router_bias_E, correction_bias_E, *expert_tensors)
         if self.router is None:
-            return self.experts.forward(x_TD, None, None, *expert_tensors)
+            return self.experts.plan.run(x_TD, None, None)
         weights_TK, ids_TK = self.router.run(x_TD, router_weight_ED, router_bias_E, correction_bias_E)
         return self.experts.forward(x_TD, ids_TK, weights_TK, *expert_tensors)

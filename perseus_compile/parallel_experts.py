@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from perseus_compile.comm.group import RankGroup
-from perseus_compile.facts import ParallelSpec, op_arguments
+from perseus_compile.facts import ParallelSpec
 from perseus_compile.read_experts import ExpertsReading
 
 
@@ -31,7 +31,7 @@ class ParallelExperts(nn.Module):
         self._names = reading.parameters
         spec = ParallelSpec(group_name=group.name, tokens="split", max_tokens_per_rank=max_tokens_per_rank)
         placed = dataclasses.replace(reading.spec, expert_offset=self._first_expert)
-        self._numbers = {**op_arguments(placed), **op_arguments(spec)}
+        self._numbers = {**placed.as_kwargs(), **spec.as_kwargs()}
         for name in filter(None, reading.parameters):
             whole = experts.get_parameter(name)
             self.register_parameter(name, nn.Parameter(self._slice(whole.detach()), whole.requires_grad))

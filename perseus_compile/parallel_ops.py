@@ -30,7 +30,7 @@ from perseus_compile import lower
 from perseus_compile.comm.exchange import Choices, Route, by_owner, sum_by_token, sum_dtype, sum_over_ranks
 from perseus_compile.comm.group import RankGroup, agree, find_group
 from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
-from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens, op_arguments
+from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens
 from perseus_compile.lower import ExpertsArgs, token_arg, whole_arg
 from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS
 
@@ -176,7 +176,7 @@ def _rows_of_experts(rows_SD: Tensor, ids_S: Tensor, experts: list[Any], spec: E
     """The expert of each row, without a routing weight."""
     ids_S1 = ids_S.unsqueeze(1)
     ones_S1 = torch.ones_like(ids_S1, dtype=rows_SD.dtype)
-    return torch.ops.perseus.experts(rows_SD, ids_S1, ones_S1, *experts, **op_arguments(spec))
+    return torch.ops.perseus.experts(rows_SD, ids_S1, ones_S1, *experts, **spec.as_kwargs())
 
 
 def _experts_parallel_fake(*args: Any) -> Tensor:
@@ -200,7 +200,7 @@ def _experts_parallel_backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
 
 def _replicated_backward(call: _Call, grad_TD: Tensor, needs_grad: list[bool]) -> list[Tensor]:
     """Every rank has the whole gradient of the output, and the part of its experts in the gradients of the inputs."""
-    grads = torch.ops.perseus.experts_backward(grad_TD, *call.tensors, needs_grad, **op_arguments(call.spec))
+    grads = torch.ops.perseus.experts_backward(grad_TD, *call.tensors, needs_grad, **call.spec.as_kwargs())
     num_shared = sum(needs_grad[:2])  # those of x and weights
     shared = [sum_over_ranks(call.group, grad.to(sum_dtype(grad.dtype)), grad.dtype) for grad in grads[:num_shared]]
     return [*shared, *grads[num_shared:]]
@@ -218,7 +218,7 @@ def _split_backward(
     weights_S1 = route.to_owners(weights_TK.reshape(-1, 1).index_select(0, choices.sent_R))
     of_owner = iter(
         torch.ops.perseus.experts_backward(
-            grad_SD, x_SD, ids_S1, weights_S1, *experts, needs_grad, **op_arguments(call.spec)
+            grad_SD, x_SD, ids_S1, weights_S1, *experts, needs_grad, **call.spec.as_kwargs()
         )
     )
     need_x, need_weights, *_ = needs_grad

@@ -76,7 +76,7 @@ def measure(case: Case, num_tokens: int, *, rounds: int = 100, commit: str | Non
 def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
     experts, router = _random_tensors(case, num_tokens)
     x_TD, ids_TK, weights_TK = experts[:3]
-    numbers = op_arguments(case.experts)
+    numbers = op_arguments(case.experts, x_TD.dtype)
     routing = RoutingSpec(
         routing="softmax_topk",
         top_k=case.top_k,
@@ -85,7 +85,7 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         score_dtype=torch.float32,
         weights_dtype=torch.float32,
     )
-    moe_args, moe_numbers = (x_TD, router, None, None, *experts[3:]), {**op_arguments(routing), **numbers}
+    moe_args, moe_numbers = (x_TD, router, None, None, *experts[3:]), {**op_arguments(routing, x_TD.dtype), **numbers}
     prepared = fused_experts.make_plan(experts, case.experts).prepared
     assert prepared is not None, "the fused kernel must cover the case"
     stream, workspace_bytes = driver.current_stream(x_TD.get_device()), prepared.layout.total_bytes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from perseus_compile import fused_experts, grouped, launch_cuda, ops, reference
 from perseus_compile.call_sites import CallSites, experts_site
 from perseus_compile.errors import LaunchError, UnsupportedMoE
-from perseus_compile.facts import ExpertsSpec, RoutingSpec, op_arguments
+from perseus_compile.facts import ExpertsSpec, RoutingSpec, default_dtypes, op_arguments
 from perseus_compile.jit import driver
 
 NUMBERS = {
@@ -283,12 +284,26 @@ def test_the_numbers_are_the_fields_of_the_specs(op: str, specs: Any) -> None:
     numbers = [one for one in arguments if "Tensor" not in str(one.type)]
     assert arguments[-len(numbers) :] == numbers
     fields = {field.name: field.default for spec in specs for field in dataclasses.fields(spec)}
+    fields |= dict.fromkeys(default_dtypes(torch.float32), None) if op == "moe" else {}
     assert {one.name for one in numbers} == set(fields)
     for one in numbers:
         default = fields[one.name]
         assert one.has_default_value() == (default is not dataclasses.MISSING), one.name
         assert not one.has_default_value() or one.default_value == (list(default) if default == () else default)
     assert not any(one.kwarg_only for one in arguments), "costs .4 us each"
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_of_the_router_may_be_left_out(x_dtype: torch.dtype) -> None:
+    spec = RoutingSpec(top_k=2, renormalize=True, **default_dtypes(x_dtype))
+    assert op_arguments(spec, x_dtype) == {"top_k": 2, "renormalize": True}
+    written = dataclasses.replace(spec, score_dtype=torch.float64, weights_dtype=torch.bfloat16)
+    assert op_arguments(written, x_dtype).keys() == {"top_k", "renormalize", "score_dtype", "weights_dtype"}
+    tensors = [None if one is None else one.to(x_dtype) if one.is_floating_point() else one for one in _tensors()]
+    x_TD, experts = tensors[0], tensors[3:]
+    router_ED = torch.randn(4, 16, dtype=x_dtype)
+    call = functools.partial(torch.ops.perseus.moe, x_TD, router_ED, None, None, *experts, num_experts=4)
+    assert torch.equal(call(**op_arguments(spec, x_dtype)), call(**spec.as_kwargs()))
 
 
 def test_both_ops_have_the_numbers_of_the_experts_in_one_order() -> None:
@@ -299,10 +314,11 @@ def test_both_ops_have_the_numbers_of_the_experts_in_one_order() -> None:
 @pytest.mark.parametrize("written", [NUMBERS, {"num_experts": 4}])
 def test_defaults_may_be_written_or_not(written: dict[str, Any]) -> None:
     spec = ExpertsSpec(**{**written, "activation_params": tuple(written.get("activation_params", ()))})
-    assert op_arguments(spec) == {name: value for name, value in written.items() if name not in UNCHANGED}
+    needed = {name: value for name, value in written.items() if name not in UNCHANGED}
+    assert op_arguments(spec, torch.float32) == needed
     tensors = _tensors()
     op = torch.ops.perseus.experts
-    assert torch.equal(op(*tensors, **op_arguments(spec)), op(*tensors, **spec.as_kwargs()))
+    assert torch.equal(op(*tensors, **op_arguments(spec, torch.float32)), op(*tensors, **spec.as_kwargs()))
 
 
 def test_sites_hold_no_tensor() -> None:

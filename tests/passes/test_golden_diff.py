@@ -88,8 +88,7 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, renormalize: True, num_experts: 4})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_grouped_mm_bfloat16(self) -> None:
@@ -132,8 +131,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.bfloat16))  # bf16[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.bfloat16, score_dtype: torch.bfloat16,
-+    weights_dtype: torch.bfloat16, renormalize: True, num_experts: 4})  # bf16[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, score_dtype: torch.bfloat16, weights_dtype: torch.bfloat16,
++    renormalize: True, num_experts: 4})  # bf16[5, 8]
 +return (moe_default,)""")
 
     def test_grouped_mm_in_out_with_biases(self) -> None:
@@ -180,9 +179,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, router_dtype: torch.float32,
-+    score_dtype: torch.float32, weights_dtype: torch.float32, renormalize: True, num_experts: 4, weight_layout:
-+    in_out})  # f32[5, 8]
++    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, renormalize: True, num_experts: 4,
++    weight_layout: in_out})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_batched_mm(self) -> None:
@@ -217,8 +215,7 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, renormalize: True, num_experts: 4})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_batched_mm_in_out_with_biases(self) -> None:
@@ -257,9 +254,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, router_dtype: torch.float32,
-+    score_dtype: torch.float32, weights_dtype: torch.float32, renormalize: True, num_experts: 4, weight_layout:
-+    in_out})  # f32[5, 8]
++    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, renormalize: True, num_experts: 4,
++    weight_layout: in_out})  # f32[5, 8]
 +return (moe_default,)""")
 
 
@@ -300,8 +296,7 @@ class TestRouterSpellings(TestCase):
 -%to_1 = call_method[to](args = (%sum_1, torch.float32))  # f32[5, 8]
 -return (to_1,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, num_experts: 4})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_topk_then_softmax(self) -> None:
@@ -334,8 +329,7 @@ class TestRouterSpellings(TestCase):
 -%to = call_method[to](args = (%sum_1, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, routing: topk_softmax, num_experts: 4})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, routing: topk_softmax, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_sigmoid_with_correction_bias_and_groups(self) -> None:
@@ -393,9 +387,8 @@ class TestRouterSpellings(TestCase):
 -%to = call_method[to](args = (%sum_3, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, %self.correction,
-+    %self.gate_up, None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype:
-+    torch.float32, weights_dtype: torch.float32, routing: sigmoid_topk, renormalize: True, renormalize_eps:
-+    1e-20, routing_scale: 2.5, num_groups: 2, num_experts: 4})  # f32[5, 8]
++    %self.gate_up, None, %self.down, None), kwargs = {top_k: 2, routing: sigmoid_topk, renormalize: True,
++    renormalize_eps: 1e-20, routing_scale: 2.5, num_groups: 2, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_a_router_that_others_read_stays_outside(self) -> None:
@@ -447,8 +440,8 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, renormalize: True, num_experts: 4, activation: gelu})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, activation: gelu})  # f32[5,
++    8]
 +return (moe_default,)""")
 
     def test_gelu_tanh(self) -> None:
@@ -458,8 +451,8 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, renormalize: True, num_experts: 4, activation: gelu_tanh})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, activation: gelu_tanh})  #
++    f32[5, 8]
 +return (moe_default,)""")
 
     def test_interleaved_clamped_swiglu(self) -> None:
@@ -471,7 +464,6 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {top_k: 2, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, renormalize: True, num_experts: 4, gate_layout: interleaved, activation:
-+    clamped_swiglu, activation_params: [1.702, 7.0]})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, gate_layout: interleaved,
++    activation: clamped_swiglu, activation_params: [1.702, 7.0]})  # f32[5, 8]
 +return (moe_default,)""")

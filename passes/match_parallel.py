@@ -9,10 +9,10 @@ import torch
 from torch.fx import Graph, Node
 
 from ..facts import ParallelSpec
+from ..process_groups import rank_in, size_of
 from .id_bound import id_bound
 from .interpret import Reader
 from .parallel_values import ForeignMask, OwnIds, OwnWeights, RankCounts
-from .process_groups import rank_in, size_of
 from .values import Combined, ExpertOutput
 
 

@@ -13,9 +13,9 @@ import operator
 import torch
 from torch.fx import Node
 
+from ...process_groups import rank_in
 from ..interpret import Reader, aten
 from ..parallel_values import RankCounts, ReceivedIds, ReceivedPerExpert, ReceivedPermutation, ReceivedSort
-from ..process_groups import rank_in
 from ..rule import Rule, Spelling
 from ..values import ExpertOutput, Permutation, SelectedByExpert, TokenRows, Value
 

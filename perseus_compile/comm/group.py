@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from perseus_compile.errors import GroupError, PerseusError
+from perseus_compile.process_groups import named_group
 
 _UNABLE = -1  # in the place of a digest: this rank cannot make the call at all
 
@@ -91,14 +91,13 @@ def agree(group: RankGroup, device: torch.device, call: str | PerseusError, size
 
 
 def _process_group(name: str) -> dist.ProcessGroup:
-    c10d: Any = dist.distributed_c10d
-    try:
-        return c10d._resolve_process_group(name)
-    except (LookupError, RuntimeError) as error:
+    group = named_group(name)
+    if group is None:
         raise GroupError(
             f"the process group {name!r} must exist when a layer that is shared by its ranks runs, got none of that "
             "name; call torch.distributed.init_process_group before, and destroy_process_group after all such calls"
-        ) from error
+        )
+    return group
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     checks the range of the ids at run time; a router inside the op chooses no others. Returns the perseus node.
     """
     target, args, kwargs = op_call(match, plan)
-    if plan.op == "experts":
+    if plan.op != "moe":
         args = (args[0], *_routing(graph, match, check_ids), *args[3:])
     # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
@@ -39,6 +39,11 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Node | No
     numbers = op_arguments(match.spec, x_dtype)
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
+    if plan.op == "experts_parallel":
+        assert match.parallel is not None, "a plan for perseus::experts_parallel needs ranks that share the experts"
+        numbers |= match.parallel.as_kwargs()
+        target = torch.ops.perseus.experts_parallel.default
         return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"

@@ -6,11 +6,15 @@ Adding one is one file and one line here.
 from __future__ import annotations
 
 from ..rule import Rule, Spelling
+from .all_to_all import ALL_TO_ALL
 from .batched_mm import BATCHED_MM
+from .by_token import BY_TOKEN
 from .choices import CHOICES
 from .einsum import EINSUM
 from .experts import EXPERTS
 from .grouped_mm import grouped_mm
+from .own_choices import OWN_CHOICES
+from .received import RECEIVED
 from .router_choice import ROUTER_CHOICE
 from .router_scores import ROUTER_SCORES
 from .sentinels import SENTINELS
@@ -18,7 +22,20 @@ from .sentinels import SENTINELS
 
 def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
-    return (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
+    # Before CHOICES, which reads any [W, L] table that is made flat as choices.
+    on_ranks = (ALL_TO_ALL, RECEIVED, OWN_CHOICES)
+    return (
+        *on_ranks,
+        CHOICES,
+        SENTINELS,
+        grouped_mm(),
+        BATCHED_MM,
+        EINSUM,
+        BY_TOKEN,
+        EXPERTS,
+        ROUTER_SCORES,
+        ROUTER_CHOICE,
+    )
 
 
 def all_rules() -> tuple[Rule, ...]:

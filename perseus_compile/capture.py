@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from .dynamo_writes import written_node
 from .execution_state import ExecutionState, autocast_as_in, current_state, execution_states
+from .hidden_waits import waited_for
 from .plain_nodes import plain_nodes
 
 log = logging.getLogger(__name__)
@@ -181,6 +182,9 @@ class _ViewTracer(Interpreter):
         return recorded
 
     def _run_or_make_opaque(self, n: Node) -> Any:
+        waited = waited_for(n, self.module)
+        if waited is not None:
+            return (torch.ops._c10d_functional.wait_tensor(self.env[waited]),)
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
             return self._opaque(n)
         if any(is_distributed(source.meta.get("example_value")) for source in n.all_input_nodes):

@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..interpret import Reader, aten
@@ -21,11 +22,16 @@ from ..rule import Rule, Spelling
 from ..values import Combined, ExpertCounts, ExpertOutput, PerChoice, TokenRows, Value
 from .choices import sorted_ids
 
-ALL_TO_ALL_OPS = (
-    torch.ops._c10d_functional.all_to_all_single.default,
-    torch.ops._c10d_functional_autograd.all_to_all_single.default,
-)
-WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+def collective(name: str) -> tuple[OpOverload, ...]:
+    """The functional collectives of that name; none where torch was built without torch.distributed."""
+    namespaces = (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd)
+    packets = (getattr(namespace, name, None) for namespace in namespaces)
+    return tuple(packet.default for packet in packets if packet is not None)
+
+
+ALL_TO_ALL_OPS = collective("all_to_all_single")
+WAIT_OPS = collective("wait_tensor")
 _INTEGERS = (torch.int32, torch.int64)
 _EXCHANGED = (RankCounts, TokenRows, ReceivedIds, ExpertOutput)
 
@@ -225,7 +231,7 @@ ALL_TO_ALL = Spelling(
         Rule("exchange of counts", ALL_TO_ALL_OPS, _exchange_counts),
         Rule("rows to owners", ALL_TO_ALL_OPS, _dispatch),
         Rule("rows back", ALL_TO_ALL_OPS, _return),
-        Rule("arrival", (WAIT,), _arrived),
+        Rule("arrival", WAIT_OPS, _arrived),
         Rule("arrival by copy", (aten.copy.default,), _copied),
         Rule("rows by rank", (aten.sum.dim_IntList,), _totals),
         Rule("stack of totals", (aten.stack.default,), _stacked),

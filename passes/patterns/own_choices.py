@@ -8,7 +8,6 @@ Axes: L experts per rank, T tokens, K choices per token, R routed rows.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Node
 
 from ..interpret import Reader, aten
@@ -26,7 +25,7 @@ from ..values import (
     TokenRows,
     Value,
 )
-from .all_to_all import WAIT
+from .all_to_all import WAIT_OPS, collective
 
 
 def _are_ids(read: Reader, node: object) -> bool:
@@ -176,8 +175,8 @@ OWN_CHOICES = Spelling(
         ),
         Rule("marked ids as ids", (aten.clamp.default, aten.clamp_max.default), _clamp),
         Rule("mask of rows of other ranks", (aten.masked_fill.Scalar,), _masked),
-        Rule("sum over ranks", (torch.ops._c10d_functional.all_reduce.default,), _sum_over_ranks),
-        Rule("arrival of the sum over ranks", (WAIT,), _arrived),
+        Rule("sum over ranks", collective("all_reduce"), _sum_over_ranks),
+        Rule("arrival of the sum over ranks", WAIT_OPS, _arrived),
     ),
     source="transformers' expert-parallel plan on tokens that all ranks hold",
 )

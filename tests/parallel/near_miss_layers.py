@@ -5,8 +5,11 @@ Axes as in ``spelled_layers.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from spelled_layers import D, Grouped, IdsModuloExperts, IdsSentAlong, K, L, RowsByExpert, SplitExperts, Splits
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
@@ -204,3 +207,51 @@ class TokenOfAnotherCount(SplitExperts):
         rows_SD = self.to_owners(x_TD[order_R // (K + 1)], received, sent)
         local_S = self.local_ids(flat_R[order_R], received_WL, received, sent)
         return self.combine(self.back(self.experts(rows_SD, local_S, received_WL), sent, received), order_R, weights_TK)
+
+
+class GateAndUpApart(Grouped):
+    """Two first linears, as torchtitan's experts have them; the op takes gate and up as one weight."""
+
+    def experts(self, rows_SD: Tensor, local_S: Tensor, received_WL: Tensor) -> Tensor:
+        permutation_S = local_S.argsort(stable=True)
+        ends_L = received_WL.sum(0).cumsum(0).to(torch.int32)
+        gate, up = (half.contiguous().transpose(1, 2) for half in self.gate_up.chunk(2, dim=1))
+        sorted_SD = rows_SD[permutation_S]
+        gate_SF, up_SF = torch._grouped_mm(sorted_SD, gate, ends_L), torch._grouped_mm(sorted_SD, up, ends_L)
+        y_SD = torch._grouped_mm(F.silu(gate_SF) * up_SF, self.down.transpose(1, 2), ends_L)
+        return y_SD[permutation_S.argsort()]
+
+
+class PermutationFromOffsets(Grouped):
+    """The order by expert is computed from where segments start, not by a sort of ids."""
+
+    def experts(self, rows_SD: Tensor, local_S: Tensor, received_WL: Tensor) -> Tensor:
+        starts_WL = (received_WL.reshape(-1).cumsum(0) - received_WL.reshape(-1)).view(self.num_ranks, L)
+        lengths_E = received_WL.t().reshape(-1)
+        ends_E = lengths_E.cumsum(0)
+        place_S = torch.arange(rows_SD.shape[0])
+        segment_S = torch.searchsorted(ends_E, place_S, right=True)
+        permutation_S = place_S + (starts_WL.t().reshape(-1) - ends_E + lengths_E)[segment_S]
+        ends_L = received_WL.sum(0).cumsum(0).to(torch.int32)
+        hidden_SF = torch._grouped_mm(rows_SD[permutation_S], self.gate_up.transpose(1, 2), ends_L)
+        gate_SF, up_SF = hidden_SF.chunk(2, dim=1)
+        sorted_SD = torch._grouped_mm(F.silu(gate_SF) * up_SF, self.down.transpose(1, 2), ends_L)
+        y_SD = torch.empty_like(sorted_SD)
+        y_SD[permutation_S] = sorted_SD
+        return y_SD
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, received: Splits, sent: Splits, group: dist.ProcessGroup) -> Tensor:
+        ctx.splits, ctx.group = (sent, received), group
+        return all_to_all_single(rows, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_single(grad.contiguous(), *ctx.splits, ctx.group), None, None, None
+
+
+class ExchangeOfItsOwn(SplitExperts):
+    def to_owners(self, rows_RD: Tensor, received: Splits, sent: Splits) -> Tensor:
+        return _Exchange.apply(rows_RD, received, sent, self.group)

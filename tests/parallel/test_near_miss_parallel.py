@@ -42,13 +42,24 @@ NEAR_MISSES: dict[type[SplitExperts], str] = {
     near.EndsOfRowsSent: "aten._grouped_mm.default are not the cumulative counts of the expert ids",
     near.GroupedByRank: "aten._grouped_mm.default are ordered by the rank that sent them, not by expert",
     near.EndsOfAllCounts: "aten._grouped_mm.default are not the cumulative counts of the expert ids",
+    near.PermutationFromOffsets: "are not tokens gathered in the order of their sorted expert ids",
+    near.ExchangeOfItsOwn: "multiplies selected expert weights by rows that are not gathered tokens",
     near.TokenOfAnotherCount: "aten.floor_divide.default must divide by the 2 choices per token, got 3",
 }
 
 
 @pytest.mark.parametrize("kind", NEAR_MISSES, ids=lambda kind: kind.__name__)
 def test_near_miss(group: dist.ProcessGroup, kind: type[SplitExperts]) -> None:
-    assert NEAR_MISSES[kind] in reason_of(found_in(kind(group), torch.randn(6, D, dtype=kind.dtype)))
+    assert NEAR_MISSES[kind] in reason_of(
+        found_in(kind(group), torch.randn(6, D, dtype=kind.dtype, requires_grad=True))
+    )
+
+
+def test_gate_and_up_as_two_weights(group: dist.ProcessGroup) -> None:
+    """Each of the two first linears begins what looks like a layer."""
+    found = found_in(near.GateAndUpApart(group), torch.randn(6, D, dtype=torch.bfloat16))
+    reasons = [reason_of([refusal]) for refusal in found]
+    assert reasons == ["aten.mul.Tensor mixes values of two expert linears"] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 6])

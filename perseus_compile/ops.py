@@ -25,7 +25,7 @@ from perseus_compile import launch, launch_cuda, lower, tuned
 from perseus_compile.call_sites import CallSites, experts_site, moe_site
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec
-from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
+from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, check_tokens, token_arg, whole_arg
 from perseus_compile.routing import route
 
 _EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
@@ -107,19 +107,6 @@ def _hashable(numbers: _Numbers) -> _Numbers:
     return (*numbers[:_PARAMS_FROM_END], tuple(numbers[_PARAMS_FROM_END]), *numbers[_PARAMS_FROM_END + 1 :])
 
 
-def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
-    """All have x's number of rows. Never fixes T: between symbolic sizes, equality becomes a runtime check."""
-    num_tokens = x_TD.shape[0]
-    for name, other in others.items():
-        if not (isinstance(num_tokens, int) and isinstance(other.shape[0], int)):
-            torch._check(other.shape[0] == num_tokens)
-        elif other.shape[0] != num_tokens:
-            raise UnsupportedMoE(
-                f"{name} must have one row per token, T={num_tokens} as x has, got {other.shape[0]}; "
-                f"pass x and {name} of the same tokens"
-            )
-
-
 # ---- Between autograd and the kernels
 
 
@@ -168,7 +155,7 @@ def _checked_experts(args: tuple[Any, ...]) -> _Experts:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
     experts = _prepared(_experts_args(*tensors), _hashable(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
-    _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
+    check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return experts
 
 
@@ -188,7 +175,7 @@ def _experts_fake(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
     lower.check_experts(_experts_args(*tensors), _experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
-    _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
+    check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
 
 
@@ -233,7 +220,7 @@ def _experts_backward_kernel(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
     tensors = args[:_NUM_EXPERT_TENSORS]
     experts = _checked_experts(tuple(args_of_experts))
-    _check_tokens(tensors[0], grad=grad_TD)
+    check_tokens(tensors[0], grad=grad_TD)
     return experts.backward(needs_grad, grad_TD, *tensors)
 
 
@@ -241,7 +228,7 @@ def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
     _experts_fake(*args_of_experts)
     x_TD, _, *rest = args[:_NUM_EXPERT_TENSORS]
-    _check_tokens(x_TD, grad=grad_TD)
+    check_tokens(x_TD, grad=grad_TD)
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
 

@@ -194,7 +194,7 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
                 reader._record(node, value)
             continue
         target = functional_form(node)
-        problem = _write_problem(node) if target is not node.target else None
+        problem = write_problem(node) if target is not node.target else None
         for rule in by_target.get(target, ()):
             answer = rule.derive(reader, node) if problem is None else problem
             if isinstance(answer, str):
@@ -217,7 +217,7 @@ def functional_form(node: Node) -> Any:
     return getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, target)
 
 
-def _write_problem(node: Node) -> str | None:
+def write_problem(node: Node) -> str | None:
     """Why an in-place operator cannot be read as its functional form, if it cannot.
 
     It can where nobody else sees the write: the written value was born in the graph, has its own place for each

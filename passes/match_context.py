@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from ..capture import AtenView
 from ..facts import ExpertsSpec, MoEMatch, RouterMatch
 from .id_bound import id_bound
-from .interpret import Interpretation, Reader
+from .interpret import Interpretation, Reader, functional_form
 from .patterns import spellings
 from .patterns.activations import Gate
 from .region import interfering_write, later_write, outside_reader, write_to_inputs
@@ -114,8 +117,18 @@ def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtyp
     return None
 
 
-def context_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
-    """Why the region cannot be replaced where it stands, if it cannot."""
+def context_reason(
+    found: Interpretation,
+    sink: Node,
+    region: frozenset[Node],
+    inputs: list[Node],
+    *,
+    inner: Iterable[Node] | None = None,
+) -> str | None:
+    """Why the region cannot be replaced where it stands, if it cannot.
+
+    ``inner``: the nodes that are gone once it is; by default those whose meanings say so.
+    """
     read, view = found.reader, found.view
     state = view.state[view.origin[sink]]
     if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
@@ -124,7 +137,9 @@ def context_reason(found: Interpretation, sink: Node, region: frozenset[Node], i
         return "it runs under a transform of torch.func"
     if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
         return "its nodes run under different gradient or autocast modes"
-    inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
+    if inner is None:
+        inner = [node for node in region if isinstance(read.value(node), _PRIVATE_VALUES)]
+    inner = [node for node in inner if node is not sink]
     # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
     inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
@@ -136,10 +151,15 @@ def context_reason(found: Interpretation, sink: Node, region: frozenset[Node], i
     # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
     if state.grad and (write := later_write(view, sink, inputs)):
         return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None and not _is_setitem(view, node)]
     if missing:
         return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
     return None
+
+
+def _is_setitem(view: AtenView, node: Node) -> bool:
+    """Whether ``node`` is the write of tensor[...] = ..., which has no value of its own in Dynamo's graph."""
+    return view.origin[node].target is operator.setitem and functional_form(node) is not node.target
 
 
 def _is_float(node: Node) -> bool:

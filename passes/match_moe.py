@@ -20,6 +20,7 @@ from .match_context import (
     weights_reason,
     with_idle_writes,
 )
+from .match_loops import ends_loop, lost_loops, match_loop
 from .match_routing import RouterFound, find_router
 from .match_rows import match_rows
 from .patterns import all_rules
@@ -31,7 +32,7 @@ _GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
 
 
 def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
-    """All MoE layers of a graph, in graph order, each as a match or as a refusal."""
+    """All MoE layers of a graph, each as a match or as a refusal: in graph order, loops without a sum last."""
     found = interpret(view, all_rules())
     results: list[MoEMatch | Refusal] = []
     explained: set[Node] = set()
@@ -45,6 +46,8 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
                 result = _match(found, node, sinks[0])
             else:
                 result = match_rows(found, node, reached) or _refuse(found, node, _why_lost(found, reached, sinks))
+        elif ends_loop(found, node):
+            result = match_loop(found, node)
         elif node not in explained and (_is_lost_product(found, node) or _selects_by_lost_ids(found, node)):
             result = _refuse(found, node, _cause(found, node))
         else:
@@ -52,7 +55,7 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
         results.append(result)
         if isinstance(result, Refusal):
             _explain_rest(found, node, explained, passed)
-    return results
+    return results + lost_loops(found)
 
 
 def _reads(found: Interpretation, node: Node, kind: type) -> bool:

@@ -10,10 +10,13 @@ Row order: routed rows are either in choice order (row ``t*K + k``), written as 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.fx import Node
+
+if TYPE_CHECKING:
+    from .loop_values import LoopValue
 
 RowOrder: TypeAlias = "Node | None"
 # Elementwise expressions over one row of an expert's inner values: ("silu", x), ("mul", a, b); the leaves are HALVES
@@ -295,7 +298,7 @@ Value: TypeAlias = (
     "PerChoice | NeverTrue | SortResult | Permutation | InversePermutation | RowToken | ExpertCounts | ExpertEnds"
     " | SwappedMatrix | SelectedByExpert | TokenRows | Hidden | HiddenHalves | Gated | ExpertOutput | ChoiceGrid"
     " | Combined | Logits | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds"
-    " | ChosenScores | ChosenSum"
+    " | ChosenScores | ChosenSum | LoopValue"
 )
 
 # The values that exist only inside an expert: a user outside the match keeps the whole layer alive, so it is refused.

@@ -7,7 +7,7 @@ too. An empty list of biases means none. Everything else means what it means in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,9 @@ _LIBRARY = torch.library.Library("perseus", "FRAGMENT")
 class _Call(NamedTuple):
     """The arguments of a call, by meaning."""
 
-    tokens: Sequence[Tensor]  # x, ids, weights
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
     experts: listed.ListedWeights
     spec: ExpertsSpec
 
@@ -49,39 +51,42 @@ def _checked(args: Sequence[Any]) -> _Call:
     named = dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=True))
     spec = ExpertsSpec(**{**named, "activation_params": tuple(named["activation_params"])})
     facts = [[whole_arg(tensor) for tensor in tensors] for tensors in lists]
-    lower.check_experts(lower.listed_args([token_arg(tensor) for tensor in tokens], *facts, spec), spec)
+    lower.check_experts(lower.listed_args([token_arg(tensor) for tensor in tokens], facts, spec), spec)
     x_TD, ids_TK, weights_TK = tokens
     check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
-    return _Call(tokens, listed.ListedWeights(*lists, in_out=spec.weight_layout == "in_out"), spec)
+    gate_up, gate_up_bias, down, down_bias = lists
+    in_out = spec.weight_layout == "in_out"
+    experts = listed.ListedWeights(gate_up, gate_up_bias, down, down_bias, in_out)
+    return _Call(x_TD, ids_TK, weights_TK, experts, spec)
 
 
 def _forward(*args: Any) -> Tensor:
     call = _checked(args)
-    if _is_captured(call.tokens[0]):
-        return torch.ops.perseus.experts(*call.tokens, *_stacks(call.experts), *args[_NUM_TENSORS:])
-    return listed.forward(*call.tokens, call.experts, call.spec)
+    if _is_captured(call.x_TD):
+        tokens, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TENSORS:]
+        return torch.ops.perseus.experts(*tokens, *_stacks(call.experts), *numbers)
+    return listed.forward(call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec)
 
 
 def _forward_fake(*args: Any) -> Tensor:
-    x_TD = _checked(args).tokens[0]
+    x_TD = _checked(args).x_TD
     return x_TD.new_empty(x_TD.shape)
 
 
 def _backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
     call = _checked(args_of_experts)
-    check_tokens(call.tokens[0], grad=grad_TD)
+    check_tokens(call.x_TD, grad=grad_TD)
     if _is_captured(grad_TD):
         return _backward_of_stacks(grad_TD, call, args_of_experts[_NUM_TENSORS:], needs_grad)
-    return listed.backward(grad_TD, *call.tokens, call.experts, call.spec, needs_grad)
+    return listed.backward(grad_TD, call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec, needs_grad)
 
 
 def _backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     *args_of_experts, needs_grad = args
     call = _checked(args_of_experts)
-    x_TD, _, weights_TK = call.tokens
-    check_tokens(x_TD, grad=grad_TD)
-    tensors = zip((x_TD, weights_TK, *call.experts.all()), needs_grad, strict=True)
+    check_tokens(call.x_TD, grad=grad_TD)
+    tensors = zip((call.x_TD, call.weights_TK, *call.experts.all()), needs_grad, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed]
 
 
@@ -118,7 +123,8 @@ def _backward_of_stacks(
     left = iter(need_all)
     need_lists = [[next(left) for _ in tensors] for tensors in lists]
     wanted = [need_x, need_weights, *(any(needs) for needs in need_lists)]
-    found = iter(torch.ops.perseus.experts_backward(grad_TD, *call.tokens, *_stacks(experts), *numbers, wanted))
+    tokens = (call.x_TD, call.ids_TK, call.weights_TK)
+    found = iter(torch.ops.perseus.experts_backward(grad_TD, *tokens, *_stacks(experts), *numbers, wanted))
     grads = [next(found) for needed in wanted[:2] if needed]
     for tensors, needs in zip(lists, need_lists, strict=True):
         if any(needs):
@@ -152,7 +158,7 @@ def _derivative(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
     grad_x, grad_weights = (next(found) if needed else None for needed in (need_x, need_weights))
     grads_of_lists = [[next(found) if needed else None for needed in each] for each in need_lists]
     # NOTE: torch takes any empty list for a list of tensors, and wants a list back.
-    of_numbers = ([] if number == [] else None for number in ctx.numbers)
+    of_numbers: list[Any] = [[] if number == [] else None for number in ctx.numbers]
     return grad_x, None, grad_weights, *grads_of_lists, *of_numbers
 
 
@@ -164,7 +170,10 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> None:
 
 
 def _register() -> None:
-    implementations = {"experts_list": (_forward, _forward_fake), "experts_list_backward": (_backward, _backward_fake)}
+    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "experts_list": (_forward, _forward_fake),
+        "experts_list_backward": (_backward, _backward_fake),
+    }
     for name, (kernel, fake) in implementations.items():
         _LIBRARY.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         _LIBRARY.impl(name, kernel, "CPU")

@@ -10,7 +10,7 @@ a linear map, R routed rows (T*K).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -20,6 +20,8 @@ WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
+# Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
+Weights: TypeAlias = "Node | tuple[Node, ...]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +83,11 @@ class MoEMatch:
     """One MoE layer found in a graph, as nodes of Dynamo's graph.
 
     ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
-    where the match ends before the routing weights: x is then [R, D], one row per choice, and the ids are [R].
-    ``symbols`` are numbers that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
+    where the match ends before the routing weights, or has none: each is then 1. Ids of one choice per token may be
+    [T], and routing weights too. Tuples of weights are the lists of ``perseus::experts_list``. ``output`` becomes the
+    perseus node; where the layer writes its sum in place, ``written`` are the other nodes that are the written tensor,
+    the first of them before any write. ``symbols`` are numbers that Dynamo made inputs of the graph and that the
+    rewrite fixes; each takes a guard.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -90,17 +95,23 @@ class MoEMatch:
     x_TD: Node
     ids_TK: Node
     weights_TK: Node | None
-    gate_up: Node
-    gate_up_bias: Node | None
-    down: Node
-    down_bias: Node | None
+    gate_up: Weights
+    gate_up_bias: Weights | None
+    down: Weights
+    down_bias: Weights | None
     spec: ExpertsSpec
     output: Node
     region: frozenset[Node]
     router: RouterMatch | None
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
+    written: tuple[Node, ...] = ()
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
+
+
+def nodes_of(weights: Weights | None) -> tuple[Node, ...]:
+    """The nodes of weights: none, one or many."""
+    return () if weights is None else (weights,) if isinstance(weights, Node) else weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +128,7 @@ class Refusal:
 class MoEPlan:
     """What the rewriter does with a match: which op, and why."""
 
-    op: Literal["experts", "moe"]
+    op: Literal["experts", "experts_list", "moe"]
     why: str  # one clause for explain()
 
 

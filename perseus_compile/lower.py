@@ -83,21 +83,18 @@ def whole_arg(tensor: Tensor) -> Arg:
     return Arg(tensor.device, tensor.dtype, tensor.shape)
 
 
-def listed_args(
-    tokens: Sequence[Arg],
-    gate_up: Sequence[Arg],
-    gate_up_bias: Sequence[Arg],
-    down: Sequence[Arg],
-    down_bias: Sequence[Arg],
-    spec: ExpertsSpec,
-) -> ExpertsArgs:
+def listed_args(tokens: Sequence[Arg], lists: Sequence[Sequence[Arg]], spec: ExpertsSpec) -> ExpertsArgs:
     """The arguments of ``perseus::experts_list`` as those of ``perseus::experts``: as if the lists were stacked.
 
     Args:
         tokens: x, ids and weights.
-        gate_up, gate_up_bias, down, down_bias: one tensor per expert each; two per expert in the first two where gates
-            and up halves are apart; no biases where there are none.
+        lists: gate_up, gate_up_bias, down, down_bias. One tensor per expert each; two in the first two where gates and
+            up halves are apart; no biases where there are none.
+
+    Raises:
+        UnsupportedMoE: the lists cannot be the weights of the same experts.
     """
+    gate_up, gate_up_bias, down, down_bias = lists
     num_local = len(down)
     pieces = 2 if num_local and len(gate_up) == 2 * num_local else 1
     if pieces == 2 and spec.gate_layout != "concatenated":
@@ -106,8 +103,11 @@ def listed_args(
             f"gate_layout='{spec.gate_layout}'; pass one gate_up tensor per expert"
         )
     output_axis = 0 if spec.weight_layout == "out_in" else 1
+    x, ids, weights = tokens
     return ExpertsArgs(
-        *tokens,
+        x,
+        ids,
+        weights,
         _stacked("gate_up", gate_up, pieces * num_local, pieces, output_axis),
         _stacked("gate_up_bias", gate_up_bias, pieces * num_local, pieces, 0) if gate_up_bias else None,
         _stacked("down", down, num_local, 1, output_axis),
@@ -170,7 +170,7 @@ def no_kernel(device: torch.device) -> UnsupportedMoE:
 
 
 def check_tokens(x_TD: Tensor, **others: Tensor) -> None:
-    """All of ``others`` have x's number of rows. Never fixes T: between symbolic sizes, equality becomes a runtime check."""
+    """All have x's number of rows. Never fixes T: between symbolic sizes, equality becomes a runtime check."""
     num_tokens = x_TD.shape[0]
     for name, other in others.items():
         if not (isinstance(num_tokens, int) and isinstance(other.shape[0], int)):

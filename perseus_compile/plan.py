@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from . import grouped
 from .errors import UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch
+from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch, nodes_of
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -20,6 +20,7 @@ from .lower import (
     RouterArgs,
     check_experts,
     check_routing,
+    listed_args,
     token_arg,
     whole_arg,
 )
@@ -40,7 +41,8 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     illegal = _illegal_experts(match)
     if illegal is not None:
         return _refuse(match, illegal)
-    if x.device.type == "cuda":
+    is_stacked = isinstance(match.gate_up, Node)
+    if x.device.type == "cuda" and is_stacked:
         # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
         uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
         if uncovered is not None:
@@ -48,6 +50,8 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
+    if not is_stacked:
+        return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}")
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
     if apart is None:
         return MoEPlan(op="moe", why="router and experts are one node")
@@ -57,14 +61,22 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
 def _illegal_experts(match: MoEMatch) -> str | None:
     """Why ``perseus::experts`` would raise on this layer, if it would: code that runs must not stop to run."""
     x, ids = token_arg(_value(match.x_TD)), token_arg(_value(match.ids_TK))
-    if match.weights_TK is None:
-        ids = ids._replace(shape=(1,))
-        weights = ids._replace(dtype=x.dtype)
-    else:
+    ids = ids._replace(shape=ids.shape or (1,))
+    weights = ids._replace(dtype=x.dtype)
+    if match.weights_TK is not None:
         weights = token_arg(_value(match.weights_TK))
-    whole = [_whole_arg(node) for node in (match.gate_up, match.gate_up_bias, match.down, match.down_bias)]
-    args = ExpertsArgs._make([x, ids, weights, *whole])
-    return _error_of(lambda: check_experts(args, match.spec))
+        weights = weights._replace(shape=weights.shape or (1,))
+    experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+
+    def check() -> None:
+        if isinstance(match.gate_up, Node):
+            args = ExpertsArgs._make([x, ids, weights, *(_whole_arg(node) for node in experts)])
+        else:
+            lists = [[whole_arg(_value(node)) for node in nodes_of(each)] for each in experts]
+            args = listed_args((x, ids, weights), lists, match.spec)
+        check_experts(args, match.spec)
+
+    return _error_of(check)
 
 
 def _illegal_router(match: MoEMatch, router: RouterMatch) -> str | None:

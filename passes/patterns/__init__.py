@@ -9,6 +9,9 @@ from ..rule import Rule, Spelling
 from .batched_mm import BATCHED_MM
 from .choices import CHOICES
 from .einsum import EINSUM
+from .expert_hits import EXPERT_HITS
+from .expert_loop import EXPERT_LOOP
+from .expert_weights import EXPERT_WEIGHTS
 from .experts import EXPERTS
 from .grouped_mm import grouped_mm
 from .router_choice import ROUTER_CHOICE
@@ -18,7 +21,9 @@ from .sentinels import SENTINELS
 
 def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
-    return (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS, ROUTER_SCORES, ROUTER_CHOICE)
+    of_rows = (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS)
+    of_routers = (ROUTER_SCORES, ROUTER_CHOICE)
+    return (*of_rows, *of_routers, EXPERT_HITS, EXPERT_WEIGHTS, EXPERT_LOOP)
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -61,7 +61,7 @@ class Mutant:
 
 # What can become of a mutant. Those that are skipped have no numbers to compare with.
 SKIPPED = ("does not run", "differs from run to run", "decided by rounding", "ids out of range")
-COMPARED = ("refused", "experts", "moe", "FAILED")
+COMPARED = ("refused", "experts", "experts_list", "moe", "FAILED")
 
 
 def check(mutant: Mutant) -> tuple[str, str]:

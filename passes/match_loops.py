@@ -1,0 +1,390 @@
+"""Which layers run their experts one by one? Reads the meanings; never edits.
+
+Such a layer is found from the end of the sum over its experts. Where the weights of the experts are the entries of one
+tensor, that is used as it is; else the weights are listed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ..facts import ExpertsSpec, MoEMatch, Refusal, Weights, nodes_of
+from .expert_body import GateOfBody, gate_of, product_of_matrix
+from .id_bound import id_bound
+from .interpret import Interpretation, Reader, aten, functional_form
+from .loop_values import ExpertBody, ExpertMask, ExpertSum, ExpertTerm, ExpertWeights, HitRows, HitWeights, SumAtHits
+from .match_context import context_reason, layer_name
+from .match_routing import RouterFound, find_router
+from .region import carries_tensors, closure
+from .values import ExpertLinear
+
+# Values that only a loop over experts has; by them a loop is noticed whose sum was not found.
+_LOOP_VALUES = (HitRows, HitWeights, ExpertWeights, ExpertTerm, ExpertSum, SumAtHits)
+
+
+def ends_loop(found: Interpretation, node: Node) -> bool:
+    """Whether ``node`` is the end of a sum over experts."""
+    value = found.reader.value
+    return isinstance(value(node), ExpertSum) and not any(isinstance(value(user), ExpertSum) for user in node.users)
+
+
+def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
+    """The layer whose sum over its experts ends at ``sink``, or why it keeps its code."""
+    read = found.reader
+    summed = _walk(read, sink)
+    if isinstance(summed, str):
+        return _refuse(found, sink, summed)
+    lost = [found.sentences[user] for user in sorted(sink.users) if user in found.sentences]
+    problem = lost[0] if lost else _difference(read, summed.terms) or _unwritten(read, sink, summed.terms)
+    if problem is not None:
+        return _refuse(found, sink, problem)
+    term = summed.terms[summed.first_expert]
+    gate = gate_of(term.body.expression, len(term.body.first))
+    if isinstance(gate, str):
+        return _refuse(found, sink, gate)
+    weights = _weights(read, [summed.terms[expert].body for expert in sorted(summed.terms)], gate.order)
+    tokens = _tokens(read, term)
+    inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
+    region = closure((sink,), inputs)
+    problem = _misfit(read, summed, weights, tokens) or context_reason(
+        found, sink, region, inputs, inner=_dependent(region, weights.nodes())
+    )
+    if problem is not None:
+        return _refuse(found, sink, problem)
+    return _make_match(found, summed, gate, weights, region)
+
+
+def lost_loops(found: Interpretation) -> list[Refusal]:
+    """A refusal for every loop over experts of which no sum was found."""
+    read = found.reader
+    values = {node: value for node in found.view.graph.nodes if isinstance(value := read.value(node), _LOOP_VALUES)}
+    summed = {value.term.ids for value in values.values() if isinstance(value, ExpertSum) and value.term is not None}
+    experts: dict[Node, dict[int, Node]] = {}
+    for node, value in values.items():
+        by_expert = value.mask if isinstance(value, HitRows) else value
+        is_used = not isinstance(value, ExpertWeights) or _weighs_a_product(read, node)
+        if isinstance(by_expert, (ExpertMask, ExpertWeights)) and is_used:
+            experts.setdefault(by_expert.ids, {}).setdefault(by_expert.expert, node)
+    lost = [nodes for ids, nodes in experts.items() if ids not in summed and len(nodes) > 1]
+    return [_refuse(found, *_first_problem(found, values, min(nodes.values()))) for nodes in lost]
+
+
+def _weighs_a_product(read: Reader, node: Node) -> bool:
+    """Whether weights multiply what comes out of a linear map."""
+    others = [source for user in node.users if user.target is aten.mul.Tensor for source in user.all_input_nodes]
+    return any(product_of_matrix(read, read.root(source)) is not None for source in others)
+
+
+def _first_problem(found: Interpretation, values: Mapping[Node, object], first: Node) -> tuple[Node, str]:
+    """The first step with a sentence on the way from the rows of an expert, or the first without a meaning."""
+    reached, pending = {first}, [first]
+    while pending:
+        for user in pending.pop().users:
+            if user not in reached and carries_tensors(user) and user.op != "output":
+                reached.add(user)
+                pending.append(user)
+    beside = {source for node in reached for source in node.all_input_nodes}
+    explained = [node for node in reached | beside if node in found.sentences]
+    if explained:
+        return min(explained), found.sentences[min(explained)]
+    unknown = min((node for node in reached if node not in values), default=first)
+    return (
+        unknown,
+        f"{found.reader.describe(unknown)} has no meaning between the rows of an expert and a sum over experts",
+    )
+
+
+class _Summed(NamedTuple):
+    """What a sum adds up, by expert, and the nodes that do it, last first."""
+
+    terms: dict[int, ExpertTerm]
+    sums: list[Node]
+
+    @property
+    def first_expert(self) -> int:
+        return min(self.terms)
+
+
+def _walk(read: Reader, sink: Node) -> _Summed | str:
+    """The way back from the end of a sum, or why it is none over experts."""
+    summed = _Summed({}, [])
+    node: Node | None = sink
+    while node is not None:
+        value = read.value(node)
+        if isinstance(value, ExpertSum):
+            summed.sums.append(node)
+            term, following = value.term, value.previous
+        else:
+            assert isinstance(value, ExpertTerm), "a sum begins with zeros or with a term"
+            term, following = value, None
+        if term is not None and summed.terms.setdefault(term.expert, term) is not term:
+            return f"expert {term.expert} is added twice to one sum"
+        node = following
+    return summed
+
+
+def _difference(read: Reader, terms: dict[int, ExpertTerm]) -> str | None:
+    """In what the experts of one sum differ, if they do in more than their weights."""
+    experts = sorted(terms)
+    if experts[0] < 0 or experts != list(range(experts[0], experts[-1] + 1)) or len(experts) < 2:
+        return f"the experts of a sum must have consecutive numbers from 0 on, got {_shortened(experts)}"
+    first = terms[experts[0]]
+    for expert in experts[1:]:
+        term = terms[expert]
+        for what, one, other in (
+            ("is chosen by other ids", term.ids, first.ids),
+            ("has other routing weights", term.weights, first.weights),
+            ("reads other tokens", _tokens(read, term), _tokens(read, first)),
+            ("has another gate", term.body.expression, first.body.expression),
+            ("has linear maps of another form", _forms(term.body), _forms(first.body)),
+        ):
+            if one != other:
+                return f"expert {expert} {what} than expert {experts[0]}"
+    return None
+
+
+def _unwritten(read: Reader, sink: Node, terms: dict[int, ExpertTerm]) -> str | None:
+    """Why some tokens may keep what was in the memory of the sum, if they may."""
+    value, ids = read.value(sink), next(iter(terms.values())).ids
+    assert isinstance(value, ExpertSum), "the end of a sum is a sum"
+    if not value.is_empty or _chooses_one_of(read, ids, terms):
+        return None
+    return (
+        f"{read.describe(sink)} writes to memory that is not initialised, and not every id is known to be an expert's"
+    )
+
+
+def _chooses_one_of(read: Reader, ids: Node, terms: Mapping[int, ExpertTerm]) -> bool:
+    """Whether every token is known to choose an expert of the sum."""
+    bound = id_bound(read, ids)
+    return bound is not None and 0 in terms and bound <= len(terms) and 0 not in read.shape(ids)[1:]
+
+
+def _shortened(experts: Sequence[int]) -> str:
+    return f"{[*experts[:8]]}" if len(experts) <= 8 else f"{[*experts[:8]]} and {len(experts) - 8} more"
+
+
+def _tokens(read: Reader, term: ExpertTerm) -> Node:
+    rows = read.value(term.body.rows[0])
+    return rows.x if term.mask is not None and isinstance(rows, HitRows) else term.body.rows[0]
+
+
+def _forms(body: ExpertBody) -> list[tuple[str, bool]]:
+    return [(linear.layout, linear.bias is not None) for linear in (*body.first, body.down)]
+
+
+# ---- the weights of the experts
+
+
+class _ExpertWeights(NamedTuple):
+    """As in ``MoEMatch``, but nodes of the view."""
+
+    gate_up: Weights
+    gate_up_bias: Weights | None
+    down: Weights
+    down_bias: Weights | None
+
+    def nodes(self) -> list[Node]:
+        return [node for each in self for node in nodes_of(each)]
+
+
+def _weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -> _ExpertWeights:
+    """Stacks, where all weights and biases are entries of stacks; else lists, all gates before all up halves."""
+    first = [body.first[index] for index in order for body in bodies]
+    down = [body.down for body in bodies]
+    lists = [[linear.weight for linear in first], _biases(first), [linear.weight for linear in down], _biases(down)]
+    stacks = [_stack_of(read, each) if each else None for each in lists]
+    if len(order) == 1 and all(stack is not None or not each for stack, each in zip(stacks, lists, strict=True)):
+        gate_up, gate_up_bias, down_stack, down_bias = stacks
+        assert gate_up is not None and down_stack is not None, "every linear map has a weight"
+        return _ExpertWeights(gate_up, gate_up_bias, down_stack, down_bias)
+    return _ExpertWeights(*(tuple(each) if each else None for each in lists))
+
+
+def _biases(linears: Sequence[ExpertLinear]) -> list[Node]:
+    return [linear.bias for linear in linears if linear.bias is not None]
+
+
+def _stack_of(read: Reader, nodes: Sequence[Node]) -> Node | None:
+    """The tensor whose entries 0, 1, 2, ... ``nodes`` are, all of them."""
+    entries = [_entry(read, node) for node in nodes]
+    stack = entries[0][0] if entries[0] is not None else None
+    if stack is None or read.static_size(stack, 0) != len(nodes):
+        return None
+    return stack if entries == [(stack, index) for index in range(len(nodes))] else None
+
+
+def _entry(read: Reader, node: Node) -> tuple[Node, int] | None:
+    """The tensor that ``node`` is an entry of, and which one."""
+    if node.target is aten.select.int and read.axis(node.args[0], node.args[1]) == 0:
+        index = node.args[2]
+        return (read.root(node.args[0]), index) if isinstance(index, int) else None
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
+        unbound = node.args[0]
+        axis = read.arguments(unbound, None, 0)[1]
+        return (read.root(unbound.args[0]), node.args[1]) if axis in (0, -read.dim(unbound.args[0])) else None
+    return None
+
+
+# ---- what must hold
+
+
+def _misfit(read: Reader, summed: _Summed, weights: _ExpertWeights, tokens: Node) -> str | None:
+    """Why tokens, ids, weights and sums do not fit together as one call, if they do not."""
+    term, sink = summed.terms[summed.first_expert], summed.sums[0]
+    if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
+        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(tokens))}"
+    if not read.same_sizes(read.shape(term.ids)[:1], read.shape(tokens)[:1]):
+        return f"{read.shape(term.ids)[0]} rows of ids for {read.shape(tokens)[0]} tokens"
+    if term.mask is None and not _chooses_one_of(read, term.ids, summed.terms):
+        return "every expert runs on every token, and not every id is known to be an expert's"
+    if term.weights is not None:
+        shape = read.shape(term.weights)
+        is_column = read.dim(term.ids) == 1 and read.same_sizes(shape[1:], (1,))
+        if not read.same_sizes(shape[:1] if is_column else shape, read.shape(term.ids)):
+            return f"ids {list(read.shape(term.ids))} and routing weights {list(shape)} differ in shape"
+    for node in weights.nodes():
+        if not all(isinstance(size, int) for size in read.shape(node)):
+            return f"expert weights must have constant sizes, got {list(read.shape(node))}"
+        if read.dtype(node) != read.dtype(tokens):
+            name = read.describe(node)
+            return f"expert parameter {name} is {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
+    for node in summed.sums:
+        if torch.promote_types(read.dtype(node), read.dtype(tokens)) != read.dtype(node):
+            return f"{read.describe(node)} sums in {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
+    if read.dtype(sink) != read.dtype(tokens):
+        return f"the sum stays in {read.dtype(sink)}, the tokens are {read.dtype(tokens)}"
+    return None
+
+
+def _dependent(region: frozenset[Node], parameters: Sequence[Node]) -> list[Node]:
+    """The nodes of a region that hold something of an expert: they go with the layer."""
+    dependent = set(parameters)
+    inner = []
+    for node in sorted(region):
+        if not dependent.isdisjoint(node.all_input_nodes) and carries_tensors(node):
+            dependent.add(node)
+            inner.append(node)
+    return inner
+
+
+def _asserts(found: Interpretation, region: frozenset[Node]) -> frozenset[Node]:
+    """The Dynamo nodes that assert what holds anyway of how often an expert is hit, and those that they read.
+
+    Any other assertion is the layer's own, and keeps what it reads.
+    """
+    nodes: set[Node] = set()
+    for node in region:
+        mask = getattr(found.reader.value(node), "mask", None)
+        if not isinstance(mask, ExpertMask):
+            continue
+        most = _num_places(found.reader, mask)
+        for made in found.view.results.get(node, ()):
+            sizes = [user for user in made.users if user.target is aten.sym_size.int]
+            facts = [user for size in sizes for user in size.users if _always_holds(user, most)]
+            nodes |= {*sizes, *facts, *(user for fact in facts for user in fact.users)}
+    return frozenset(nodes)
+
+
+def _num_places(read: Reader, mask: ExpertMask) -> int | None:
+    """How many elements a mask has, if it is the same at every call."""
+    sizes = [size for size in read.shape(mask.ids)[: len(mask.axes)] if isinstance(size, int)]
+    return math.prod(sizes) if len(sizes) == len(mask.axes) else None
+
+
+def _always_holds(fact: Node, most: int | None) -> bool:
+    """Whether a comparison of a number of hits with a constant is true for every number from 0 to ``most``."""
+    limit = fact.args[1] if len(fact.args) == 2 else None
+    if fact.target is operator.le:
+        return isinstance(limit, int) and most is not None and limit >= most
+    return fact.target is operator.ge and limit == 0
+
+
+# ---- the record
+
+
+def _make_match(
+    found: Interpretation,
+    summed: _Summed,
+    gate: GateOfBody,
+    weights: _ExpertWeights,
+    region: frozenset[Node],
+) -> MoEMatch:
+    read, view, sink = found.reader, found.view, summed.sums[0]
+    term = summed.terms[summed.first_expert]
+    tokens, is_stacked = _tokens(read, term), isinstance(weights.gate_up, Node)
+    router: RouterFound | str = "the weights of the experts are separate tensors"
+    if is_stacked:
+        router = "the layer has no routing weights"
+        if term.weights is not None:
+            router = find_router(found, term.ids, term.weights, tokens, region)
+    output, written = _written(found, summed.sums)
+    if output is None:
+        found.sums[read.root(sink)] = sink
+        output = found.dynamo_value(sink)
+    names = [found.dynamo_value(node) if node is not None else None for node in (tokens, term.ids, term.weights)]
+    x_TD, ids_TK, weights_TK = names
+    assert output is not None and x_TD is not None and ids_TK is not None, "context_reason has checked them"
+    nodes = [_dynamo(found, each) for each in weights]
+    given = {node for each in nodes for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
+    recognised = gate.gate
+    numbers = [number.symbol for number in recognised.numbers if number.symbol is not None]
+    router_found = router if isinstance(router, RouterFound) else None
+    return MoEMatch(
+        layer=layer_name(view.origin[sink]),
+        spelling="expert_loop",
+        x_TD=x_TD,
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        gate_up=nodes[0],
+        gate_up_bias=nodes[1],
+        down=nodes[2],
+        down_bias=nodes[3],
+        spec=ExpertsSpec(
+            weight_layout=term.body.down.layout,
+            gate_layout=recognised.layout,
+            activation=recognised.activation,
+            activation_params=tuple(number.value for number in recognised.parameters),
+            num_experts=max(summed.terms) + 1,
+            expert_offset=summed.first_expert,
+        ),
+        output=output,
+        written=written,
+        region=(view.dynamo_nodes(region) - given) | _asserts(found, region),
+        router=router_found.router if router_found else None,
+        router_reason=None if isinstance(router, RouterFound) else router,
+        symbols=(*numbers, *(router_found.symbols if router_found else ())),
+    )
+
+
+def _written(found: Interpretation, sums: Sequence[Node]) -> tuple[Node | None, tuple[Node, ...]]:
+    """Where the sum is written in place: the Dynamo node of the last write, and Dynamo's nodes that are the tensor."""
+    view, (sink, *_) = found.view, sums
+    if functional_form(sink) is sink.target:
+        return None, ()
+    aliases = list(view.results.get(sink, ()))
+    for node in sums:
+        if functional_form(node) is node.target:
+            break
+        aliases.extend(view.results.get(node.args[0], ()))
+    output = view.origin[sink]
+    return output, tuple(dict.fromkeys(alias for alias in aliases if alias is not output))
+
+
+def _dynamo(found: Interpretation, weights: Weights | None) -> Weights | None:
+    if weights is None:
+        return None
+    nodes = [found.dynamo_value(node) for node in nodes_of(weights)]
+    assert None not in nodes, "context_reason has checked them"
+    return nodes[0] if isinstance(weights, Node) else tuple(nodes)
+
+
+def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
+    origin = found.view.origin[node]
+    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)

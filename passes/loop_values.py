@@ -154,6 +154,10 @@ class SumAtHits:
     mask: ExpertMask
     term: ExpertTerm | None = None
 
+    def as_rows(self) -> HitRows | None:
+        """The sums as the tokens of another layer, which they may be too."""
+        return HitRows(self.total, self.mask) if self.term is None else None
+
 
 LoopValue: TypeAlias = (
     "Zeros | OneHot | ExpertMask | Hits | HitIndex | HitRows | HitWeights | MaskedWeights | DenseWeights"

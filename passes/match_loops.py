@@ -21,6 +21,7 @@ from .interpret import Interpretation, Reader, aten, functional_form
 from .loop_values import ExpertBody, ExpertMask, ExpertSum, ExpertTerm, ExpertWeights, HitRows, HitWeights, SumAtHits
 from .match_context import context_reason, layer_name
 from .match_routing import RouterFound, find_router
+from .patterns.expert_hits import hit_rows
 from .region import carries_tensors, closure
 from .values import ExpertLinear
 
@@ -171,8 +172,8 @@ def _shortened(experts: Sequence[int]) -> str:
 
 
 def _tokens(read: Reader, term: ExpertTerm) -> Node:
-    rows = read.value(term.body.rows[0])
-    return rows.x if term.mask is not None and isinstance(rows, HitRows) else term.body.rows[0]
+    rows = hit_rows(read, term.body.rows[0]) if term.mask is not None else None
+    return rows.x if rows is not None else term.body.rows[0]
 
 
 def _forms(body: ExpertBody) -> list[tuple[str, bool]]:

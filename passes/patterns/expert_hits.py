@@ -203,6 +203,14 @@ def _take_tokens(read: Reader, source: Node, index: Node) -> Value | str | None:
     return HitRows(read.root(source), mask) if read.dim(source) == 2 else None
 
 
+def hit_rows(read: Reader, node: Node) -> HitRows | None:
+    """The tokens of hits that ``node`` holds."""
+    value = read.value(node)
+    if isinstance(value, SumAtHits):
+        return value.as_rows()
+    return value if isinstance(value, HitRows) else None
+
+
 def has_distinct_experts(read: Reader, ids: Node) -> bool:
     """Whether no token names an expert twice."""
     if read.dim(ids) == 1 or read.static_size(ids, 1) == 1:

@@ -16,14 +16,13 @@ from ..loop_values import (
     ExpertTerm,
     ExpertWeights,
     HitIndex,
-    HitRows,
     HitWeights,
     SumAtHits,
     Zeros,
 )
 from ..rule import Rule, Spelling
 from ..values import Value
-from .expert_hits import has_distinct_experts, token_hits
+from .expert_hits import has_distinct_experts, hit_rows, token_hits
 
 
 def _weighted_output(read: Reader, node: Node) -> Value | str | None:
@@ -50,10 +49,10 @@ def _term(
         return body
     tokens = set(body.rows)
     if mask is not None:
-        rows = [row for node in body.rows if isinstance(row := read.value(node), HitRows) and row.mask == mask]
-        if len(rows) != len(body.rows) or any(row.leading for row in rows):
+        rows = [hit_rows(read, node) for node in body.rows]
+        if any(row is None or row.mask != mask or row.leading for row in rows):
             return f"the rows of expert {expert} at {read.describe(output)} are not the tokens that chose it"
-        tokens = {row.x for row in rows}
+        tokens = {row.x for row in rows if row is not None}
     if len(tokens) != 1:
         return f"the linear maps of expert {expert} at {read.describe(output)} read different tokens"
     return ExpertTerm(body, ids, expert, mask, weights)

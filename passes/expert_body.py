@@ -15,8 +15,7 @@ from torch.fx import Node
 
 from .expressions import expression_of, makes_halves, sliced_half
 from .interpret import Reader, aten, functional_form, write_problem
-from .loop_values import ExpertBody
-from .patterns.activations import Gate, recognize_gate
+from .loop_values import Axis, ExpertBody
 from .values import ExpertLinear, Expression
 
 # A gate has a dozen; an expression is a tree, so a chain of steps that read a value twice would grow without bound.
@@ -26,10 +25,16 @@ _CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 class Product(NamedTuple):
-    """Rows times a matrix of one expert."""
+    """Rows times a matrix of one expert, or times the stacked matrices of all.
+
+    With stacked matrices, ``axes`` are the first two of the result, and ``rows_axes`` those of the rows, where the rows
+    are not the tokens themselves.
+    """
 
     rows: Node
     linear: ExpertLinear
+    axes: tuple[Axis, ...] = ()
+    rows_axes: tuple[Axis, ...] = ()
 
 
 def read_body(read: Reader, output: Node, product_of: Callable[[Reader, Node], Product | None]) -> ExpertBody | str:
@@ -41,6 +46,8 @@ def read_body(read: Reader, output: Node, product_of: Callable[[Reader, Node], P
     expression = reader.expression(down.rows)
     if reader.problem is not None:
         return reader.problem
+    if any(product.rows_axes or product.axes != down.rows_axes for product in reader.products):
+        return f"the linear maps of the experts at {read.describe(output)} have their axes in different orders"
     rows = tuple(read.root(product.rows) for product in reader.products)
     return ExpertBody(rows, tuple(product.linear for product in reader.products), expression, down.linear)
 
@@ -100,40 +107,6 @@ class _GateReader:
         """No expression, and why."""
         self.problem = self.problem or why
         return None
-
-
-class GateOfBody(NamedTuple):
-    """A recognised gate, and the first linear maps of each expert as the op wants them: all, or gate and up half."""
-
-    gate: Gate
-    order: tuple[int, ...]
-
-
-def gate_of(expression: Expression, num_linears: int) -> GateOfBody | str:
-    """The gate function of an ``ExpertBody`` with so many first linear maps, or a sentence that shows it."""
-    if num_linears == 1:
-        gate = recognize_gate(_with_names(expression, None))
-        return gate if isinstance(gate, str) else GateOfBody(gate, (0,))
-    if num_linears != 2:
-        return f"an expert must have one or two linear maps before its gate, got {num_linears}"
-    gate = recognize_gate(_with_names(expression, ("first", "second")))
-    if not isinstance(gate, str):
-        return GateOfBody(gate, (0, 1))
-    swapped = recognize_gate(_with_names(expression, ("second", "first")))
-    return gate if isinstance(swapped, str) else GateOfBody(swapped, (1, 0))
-
-
-def _with_names(expression: Expression, names: tuple[str, str] | None) -> Expression:
-    """With leaves as gates are written: halves of the only linear map, or ``names`` of two whole ones."""
-    if not isinstance(expression, tuple):
-        return expression
-    head, *operands = expression
-    if not isinstance(head, int):
-        return (head, *(_with_names(operand, names) for operand in operands))
-    (half,) = operands
-    if names is None:
-        return half
-    return names[head] if half == "all" else f"{half} half of {names[head]}"
 
 
 # ---- linear maps of single experts

@@ -159,7 +159,26 @@ class SumAtHits:
         return HitRows(self.total, self.mask) if self.term is None else None
 
 
+@dataclasses.dataclass(frozen=True)
+class DenseTerm:
+    """[T, E, D], or [E, T, D], as the axes of ``weights`` say: the outputs of all experts on all tokens, weighted.
+
+    ``bodies``: of each expert, or one with stacked weights for all.
+    """
+
+    bodies: tuple[ExpertBody, ...]
+    weights: DenseWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSum:
+    """[T, D]: the sum of a ``DenseTerm`` over the experts."""
+
+    bodies: tuple[ExpertBody, ...]
+    weights: DenseWeights
+
+
 LoopValue: TypeAlias = (
     "Zeros | OneHot | ExpertMask | Hits | HitIndex | HitRows | HitWeights | MaskedWeights | DenseWeights"
-    " | ExpertWeights | ExpertTerm | ExpertSum | SumAtHits"
+    " | ExpertWeights | ExpertTerm | ExpertSum | SumAtHits | DenseTerm | DenseSum"
 )

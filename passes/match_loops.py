@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
 from ..facts import ExpertsSpec, MoEMatch, Refusal, Weights, nodes_of
-from .expert_body import GateOfBody, gate_of, product_of_matrix
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, aten, functional_form
-from .loop_values import ExpertBody, ExpertMask, ExpertSum, ExpertTerm, ExpertWeights, HitRows, HitWeights, SumAtHits
+from .loop_values import (
+    DenseSum,
+    ExpertBody,
+    ExpertMask,
+    ExpertSum,
+    ExpertTerm,
+)
 from .match_context import context_reason, layer_name
 from .match_routing import RouterFound, find_router
+from .patterns.activations import GateOfBody, gate_of
 from .patterns.expert_hits import hit_rows
 from .region import carries_tensors, closure
 from .values import ExpertLinear
-
-# Values that only a loop over experts has; by them a loop is noticed whose sum was not found.
-_LOOP_VALUES = (HitRows, HitWeights, ExpertWeights, ExpertTerm, ExpertSum, SumAtHits)
 
 
 def ends_loop(found: Interpretation, node: Node) -> bool:
     """Whether ``node`` is the end of a sum over experts."""
     value = found.reader.value
+    if isinstance(value(node), DenseSum):
+        return not any(isinstance(value(user), DenseSum) for user in node.users)
     return isinstance(value(node), ExpertSum) and not any(isinstance(value(user), ExpertSum) for user in node.users)
 
 
@@ -40,15 +45,15 @@ def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     read = found.reader
     summed = _walk(read, sink)
     if isinstance(summed, str):
-        return _refuse(found, sink, summed)
+        return refuse(found, sink, summed)
     lost = [found.sentences[user] for user in sorted(sink.users) if user in found.sentences]
-    problem = lost[0] if lost else _difference(read, summed.terms) or _unwritten(read, sink, summed.terms)
+    problem = lost[0] if lost else _difference(read, summed) or _unwritten(read, summed)
     if problem is not None:
-        return _refuse(found, sink, problem)
+        return refuse(found, sink, problem)
     term = summed.terms[summed.first_expert]
     gate = gate_of(term.body.expression, len(term.body.first))
     if isinstance(gate, str):
-        return _refuse(found, sink, gate)
+        return refuse(found, sink, gate)
     weights = _weights(read, [summed.terms[expert].body for expert in sorted(summed.terms)], gate.order)
     tokens = _tokens(read, term)
     inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
@@ -57,55 +62,23 @@ def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
         found, sink, region, inputs, inner=_dependent(region, weights.nodes())
     )
     if problem is not None:
-        return _refuse(found, sink, problem)
+        return refuse(found, sink, problem)
     return _make_match(found, summed, gate, weights, region)
 
 
-def lost_loops(found: Interpretation) -> list[Refusal]:
-    """A refusal for every loop over experts of which no sum was found."""
-    read = found.reader
-    values = {node: value for node in found.view.graph.nodes if isinstance(value := read.value(node), _LOOP_VALUES)}
-    summed = {value.term.ids for value in values.values() if isinstance(value, ExpertSum) and value.term is not None}
-    experts: dict[Node, dict[int, Node]] = {}
-    for node, value in values.items():
-        by_expert = value.mask if isinstance(value, HitRows) else value
-        is_used = not isinstance(value, ExpertWeights) or _weighs_a_product(read, node)
-        if isinstance(by_expert, (ExpertMask, ExpertWeights)) and is_used:
-            experts.setdefault(by_expert.ids, {}).setdefault(by_expert.expert, node)
-    lost = [nodes for ids, nodes in experts.items() if ids not in summed and len(nodes) > 1]
-    return [_refuse(found, *_first_problem(found, values, min(nodes.values()))) for nodes in lost]
-
-
-def _weighs_a_product(read: Reader, node: Node) -> bool:
-    """Whether weights multiply what comes out of a linear map."""
-    others = [source for user in node.users if user.target is aten.mul.Tensor for source in user.all_input_nodes]
-    return any(product_of_matrix(read, read.root(source)) is not None for source in others)
-
-
-def _first_problem(found: Interpretation, values: Mapping[Node, object], first: Node) -> tuple[Node, str]:
-    """The first step with a sentence on the way from the rows of an expert, or the first without a meaning."""
-    reached, pending = {first}, [first]
-    while pending:
-        for user in pending.pop().users:
-            if user not in reached and carries_tensors(user) and user.op != "output":
-                reached.add(user)
-                pending.append(user)
-    beside = {source for node in reached for source in node.all_input_nodes}
-    explained = [node for node in reached | beside if node in found.sentences]
-    if explained:
-        return min(explained), found.sentences[min(explained)]
-    unknown = min((node for node in reached if node not in values), default=first)
-    return (
-        unknown,
-        f"{found.reader.describe(unknown)} has no meaning between the rows of an expert and a sum over experts",
-    )
-
-
 class _Summed(NamedTuple):
-    """What a sum adds up, by expert, and the nodes that do it, last first."""
+    """What a sum adds up, by expert, and the nodes that do it, last first.
+
+    ``stack_size``: the one term stands for so many experts, whose weights are stacked.
+    """
 
     terms: dict[int, ExpertTerm]
     sums: list[Node]
+    stack_size: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.stack_size or len(self.terms)
 
     @property
     def first_expert(self) -> int:
@@ -114,6 +87,9 @@ class _Summed(NamedTuple):
 
 def _walk(read: Reader, sink: Node) -> _Summed | str:
     """The way back from the end of a sum, or why it is none over experts."""
+    dense = read.value(sink)
+    if isinstance(dense, DenseSum):
+        return _all_at_once(read, sink, dense)
     summed = _Summed({}, [])
     node: Node | None = sink
     while node is not None:
@@ -130,9 +106,22 @@ def _walk(read: Reader, sink: Node) -> _Summed | str:
     return summed
 
 
-def _difference(read: Reader, terms: dict[int, ExpertTerm]) -> str | None:
+def _all_at_once(read: Reader, sink: Node, dense: DenseSum) -> _Summed | str:
+    weights, bodies = dense.weights, dense.bodies
+    terms = {expert: ExpertTerm(body, weights.ids, expert, None, weights.weights) for expert, body in enumerate(bodies)}
+    stack = bodies[0].down.weight
+    stack_size = read.static_size(stack, 0) if read.dim(stack) == 3 else None
+    summed = _Summed(terms, [sink], stack_size)
+    if summed.num_experts != weights.num_experts:
+        return f"the weights of {weights.num_experts} experts multiply the outputs of {summed.num_experts}"
+    return summed
+
+
+def _difference(read: Reader, summed: _Summed) -> str | None:
     """In what the experts of one sum differ, if they do in more than their weights."""
-    experts = sorted(terms)
+    terms, experts = summed.terms, sorted(summed.terms)
+    if summed.stack_size is not None:
+        return None
     if experts[0] < 0 or experts != list(range(experts[0], experts[-1] + 1)) or len(experts) < 2:
         return f"the experts of a sum must have consecutive numbers from 0 on, got {_shortened(experts)}"
     first = terms[experts[0]]
@@ -150,21 +139,23 @@ def _difference(read: Reader, terms: dict[int, ExpertTerm]) -> str | None:
     return None
 
 
-def _unwritten(read: Reader, sink: Node, terms: dict[int, ExpertTerm]) -> str | None:
+def _unwritten(read: Reader, summed: _Summed) -> str | None:
     """Why some tokens may keep what was in the memory of the sum, if they may."""
-    value, ids = read.value(sink), next(iter(terms.values())).ids
-    assert isinstance(value, ExpertSum), "the end of a sum is a sum"
-    if not value.is_empty or _chooses_one_of(read, ids, terms):
+    sink = summed.sums[0]
+    value = read.value(sink)
+    if not isinstance(value, ExpertSum) or not value.is_empty or _chooses_one_of(read, summed):
         return None
     return (
         f"{read.describe(sink)} writes to memory that is not initialised, and not every id is known to be an expert's"
     )
 
 
-def _chooses_one_of(read: Reader, ids: Node, terms: Mapping[int, ExpertTerm]) -> bool:
+def _chooses_one_of(read: Reader, summed: _Summed) -> bool:
     """Whether every token is known to choose an expert of the sum."""
+    first = summed.first_expert
+    ids = summed.terms[first].ids
     bound = id_bound(read, ids)
-    return bound is not None and 0 in terms and bound <= len(terms) and 0 not in read.shape(ids)[1:]
+    return bound is not None and first == 0 and bound <= summed.num_experts and 0 not in read.shape(ids)[1:]
 
 
 def _shortened(experts: Sequence[int]) -> str:
@@ -200,7 +191,8 @@ def _weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -
     first = [body.first[index] for index in order for body in bodies]
     down = [body.down for body in bodies]
     lists = [[linear.weight for linear in first], _biases(first), [linear.weight for linear in down], _biases(down)]
-    stacks = [_stack_of(read, each) if each else None for each in lists]
+    is_stacked = read.dim(down[0].weight) == 3
+    stacks = [(each[0] if is_stacked else _stack_of(read, each)) if each else None for each in lists]
     if len(order) == 1 and all(stack is not None or not each for stack, each in zip(stacks, lists, strict=True)):
         gate_up, gate_up_bias, down_stack, down_bias = stacks
         assert gate_up is not None and down_stack is not None, "every linear map has a weight"
@@ -243,13 +235,16 @@ def _misfit(read: Reader, summed: _Summed, weights: _ExpertWeights, tokens: Node
         return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(tokens))}"
     if not read.same_sizes(read.shape(term.ids)[:1], read.shape(tokens)[:1]):
         return f"{read.shape(term.ids)[0]} rows of ids for {read.shape(tokens)[0]} tokens"
-    if term.mask is None and not _chooses_one_of(read, term.ids, summed.terms):
+    if term.mask is None and not _chooses_one_of(read, summed):
         return "every expert runs on every token, and not every id is known to be an expert's"
     if term.weights is not None:
         shape = read.shape(term.weights)
         is_column = read.dim(term.ids) == 1 and read.same_sizes(shape[1:], (1,))
         if not read.same_sizes(shape[:1] if is_column else shape, read.shape(term.ids)):
             return f"ids {list(read.shape(term.ids))} and routing weights {list(shape)} differ in shape"
+    layouts = {linear.layout for linear in (*term.body.first, term.body.down)}
+    if len(layouts) != 1:
+        return f"the linear maps of an expert are stored in different layouts, {' and '.join(sorted(layouts))}"
     for node in weights.nodes():
         if not all(isinstance(size, int) for size in read.shape(node)):
             return f"expert weights must have constant sizes, got {list(read.shape(node))}"
@@ -339,7 +334,7 @@ def _make_match(
     router_found = router if isinstance(router, RouterFound) else None
     return MoEMatch(
         layer=layer_name(view.origin[sink]),
-        spelling="expert_loop",
+        spelling="expert_loop" if isinstance(read.value(sink), ExpertSum) else "dense_experts",
         x_TD=x_TD,
         ids_TK=ids_TK,
         weights_TK=weights_TK,
@@ -352,7 +347,7 @@ def _make_match(
             gate_layout=recognised.layout,
             activation=recognised.activation,
             activation_params=tuple(number.value for number in recognised.parameters),
-            num_experts=max(summed.terms) + 1,
+            num_experts=summed.first_expert + summed.num_experts,
             expert_offset=summed.first_expert,
         ),
         output=output,
@@ -386,6 +381,6 @@ def _dynamo(found: Interpretation, weights: Weights | None) -> Weights | None:
     return nodes[0] if isinstance(weights, Node) else tuple(nodes)
 
 
-def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
+def refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
     origin = found.view.origin[node]
     return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)

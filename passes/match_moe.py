@@ -11,6 +11,7 @@ from torch.fx import Node
 from ..capture import AtenView
 from ..facts import MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
+from .lost_experts import lost_experts
 from .match_context import (
     LAYER_VALUES,
     RoutingNodes,
@@ -20,7 +21,7 @@ from .match_context import (
     weights_reason,
     with_idle_writes,
 )
-from .match_loops import ends_loop, lost_loops, match_loop
+from .match_loops import ends_loop, match_loop
 from .match_routing import RouterFound, find_router
 from .match_rows import match_rows
 from .patterns import all_rules
@@ -32,7 +33,7 @@ _GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
 
 
 def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
-    """All MoE layers of a graph, each as a match or as a refusal: in graph order, loops without a sum last."""
+    """All MoE layers of a graph, each as a match or as a refusal: in graph order, those without a sum last."""
     found = interpret(view, all_rules())
     results: list[MoEMatch | Refusal] = []
     explained: set[Node] = set()
@@ -55,7 +56,7 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
         results.append(result)
         if isinstance(result, Refusal):
             _explain_rest(found, node, explained, passed)
-    return results + lost_loops(found)
+    return results + lost_experts(found)
 
 
 def _reads(found: Interpretation, node: Node, kind: type) -> bool:

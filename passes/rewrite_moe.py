@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from ..facts import MoEMatch, MoEPlan, nodes_of
+from ..facts import LIST_AXES, MoEMatch, MoEPlan, nodes_of
 
 Argument: TypeAlias = "Node | Sequence[Node] | None"
 
@@ -25,6 +25,9 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     target, args, kwargs = op_call(match, plan)
     if plan.op != "moe":
         args = (args[0], *_routing(graph, match, check_ids), *args[3:])
+    if plan.op == "experts_list":
+        lists = zip(match.experts, LIST_AXES, strict=True)
+        args = (*args[:3], *(_entries(graph, match, nodes_of(each), num_axes) for each, num_axes in lists))
     # The output becomes the perseus node itself, since matches of later layers may hold it as their input.
     output = match.output
     output.op, output.target, output.args, output.kwargs = "call_function", target, args, kwargs
@@ -39,19 +42,18 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
 def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Argument, ...], dict[str, object]]:
     """The op, and its arguments as nodes of Dynamo's graph.
 
-    Ids and weights may not yet be as the op wants them (``with_choices``).
+    Ids and weights may not yet be as the op wants them (``with_choices``), nor lists (``entries``).
     """
-    experts: tuple[Argument, ...] = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
     if plan.op == "experts_list":
         target = torch.ops.perseus.experts_list.default
-        lists = [list(nodes_of(weights)) for weights in experts]
+        lists = [list(nodes_of(weights)) for weights in match.experts]
         return target, (match.x_TD, match.ids_TK, match.weights_TK, *lists), match.spec.as_kwargs()
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *experts), match.spec.as_kwargs()
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *match.experts), match.spec.as_kwargs()
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
-    args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *experts)
+    args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *match.experts)
     return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
 
 
@@ -79,6 +81,29 @@ def _routing(graph: Graph, match: MoEMatch, check_ids: bool) -> tuple[Node, Node
             weights = graph.call_method("unsqueeze", (weights, 1))
         weights.meta["example_value"] = weights_value
     return _ids(graph, match, ids, check_ids), weights
+
+
+def entries(tensors: Sequence[Tensor], num_axes: int) -> list[Tensor]:
+    """A list of tensors with so many axes each, where a stack stands for its entries."""
+    return [entry for each in tensors for entry in (each.unbind() if each.dim() > num_axes else (each,))]
+
+
+def _entries(graph: Graph, match: MoEMatch, nodes: Sequence[Node], num_axes: int) -> list[Node]:
+    """The nodes of ``entries``."""
+    listed: list[Node] = []
+    for node in nodes:
+        value = node.meta["example_value"]
+        if value.dim() == num_axes:
+            listed.append(node)
+            continue
+        with graph.inserting_before(match.output):
+            unbound = graph.call_function(torch.unbind, (node,))
+            with value.fake_mode:
+                unbound.meta["example_value"] = value.unbind()
+            for index, entry in enumerate(unbound.meta["example_value"]):
+                listed.append(graph.call_function(operator.getitem, (unbound, index)))
+                listed[-1].meta["example_value"] = entry
+    return listed
 
 
 def _ids(graph: Graph, match: MoEMatch, ids: Node, check_ids: bool) -> Node:

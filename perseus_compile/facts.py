@@ -22,6 +22,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "cl
 WeightOn = Literal["output", "input"]
 # Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
 Weights: TypeAlias = "Node | tuple[Node, ...]"
+LIST_AXES = (2, 1, 2, 1)  # of one expert's gate_up, gate_up_bias, down and down_bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +85,10 @@ class MoEMatch:
 
     ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
     where the match ends before the routing weights, or has none: each is then 1. Ids of one choice per token may be
-    [T], and routing weights too. Tuples of weights are the lists of ``perseus::experts_list``. ``output`` becomes the
-    perseus node; where the layer writes its sum in place, ``written`` are the other nodes that are the written tensor,
-    the first of them before any write. ``symbols`` are numbers that Dynamo made inputs of the graph and that the
-    rewrite fixes; each takes a guard.
+    [T], and routing weights too. Tuples of weights are the lists of ``perseus::experts_list``, where a stack stands for
+    its entries. ``output`` becomes the perseus node; where the layer writes its sum in place, ``written`` are the other
+    nodes that are the written tensor, the first of them before any write. ``symbols`` are numbers that Dynamo made
+    inputs of the graph and that the rewrite fixes; each takes a guard.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -107,6 +108,11 @@ class MoEMatch:
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
     written: tuple[Node, ...] = ()
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
+
+    @property
+    def experts(self) -> tuple[Weights, Weights | None, Weights, Weights | None]:
+        """gate_up, gate_up_bias, down and down_bias."""
+        return self.gate_up, self.gate_up_bias, self.down, self.down_bias
 
 
 def nodes_of(weights: Weights | None) -> tuple[Node, ...]:

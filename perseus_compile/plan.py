@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from . import grouped
 from .errors import UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, Refusal, RouterMatch, nodes_of
+from .facts import LIST_AXES, MoEMatch, MoEPlan, Refusal, RouterMatch, Weights, nodes_of
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -66,17 +66,25 @@ def _illegal_experts(match: MoEMatch) -> str | None:
     if match.weights_TK is not None:
         weights = token_arg(_value(match.weights_TK))
         weights = weights._replace(shape=weights.shape or (1,))
-    experts = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
 
     def check() -> None:
         if isinstance(match.gate_up, Node):
-            args = ExpertsArgs._make([x, ids, weights, *(_whole_arg(node) for node in experts)])
+            args = ExpertsArgs._make([x, ids, weights, *(_whole_arg(node) for node in match.experts)])
         else:
-            lists = [[whole_arg(_value(node)) for node in nodes_of(each)] for each in experts]
+            lists = [_entry_args(each, num_axes) for each, num_axes in zip(match.experts, LIST_AXES, strict=True)]
             args = listed_args((x, ids, weights), lists, match.spec)
         check_experts(args, match.spec)
 
     return _error_of(check)
+
+
+def _entry_args(weights: Weights | None, num_axes: int) -> list[Arg]:
+    """The facts of each tensor of a list; a stack stands for its entries, which have so many axes."""
+    args = []
+    for arg in (whole_arg(_value(node)) for node in nodes_of(weights)):
+        is_stack = len(arg.shape) > num_axes
+        args += [arg._replace(shape=arg.shape[1:])] * arg.shape[0] if is_stack else [arg]
+    return args
 
 
 def _illegal_router(match: MoEMatch, router: RouterMatch) -> str | None:

@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import VerificationError
-from .facts import MoEMatch, MoEPlan
-from .passes.rewrite_moe import op_call, with_choices
+from .facts import LIST_AXES, MoEMatch, MoEPlan
+from .passes.rewrite_moe import entries, op_call, with_choices
 
 # Largest relative L2 error between the region and the op. Both round differently inside; a wrong rewrite is off by
 # the size of the result.
@@ -38,6 +38,8 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
         if plan.op != "moe":
             _, ids, weights = call[:3]
             call[1:3] = with_choices(ids, weights, values[match.x_TD].dtype)
+        if plan.op == "experts_list":
+            call[3:] = [entries(tensors, axes) for tensors, axes in zip(call[3:], LIST_AXES, strict=True)]
         actual = target(*call, **kwargs)
     error = _relative_error(actual, expected)
     limit = _TOLERANCE[expected.dtype]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..rule import Rule, Spelling
 from .batched_mm import BATCHED_MM
 from .choices import CHOICES
+from .dense_experts import DENSE_EXPERTS
 from .einsum import EINSUM
 from .expert_hits import EXPERT_HITS
 from .expert_loop import EXPERT_LOOP
@@ -23,7 +24,7 @@ def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
     of_rows = (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, EXPERTS)
     of_routers = (ROUTER_SCORES, ROUTER_CHOICE)
-    return (*of_rows, *of_routers, EXPERT_HITS, EXPERT_WEIGHTS, EXPERT_LOOP)
+    return (*of_rows, *of_routers, EXPERT_HITS, EXPERT_WEIGHTS, EXPERT_LOOP, DENSE_EXPERTS)
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -148,6 +148,44 @@ class FlatLoop(ExpertLoop):
         return torch.empty_like(x)
 
 
+class DenseStack(StackedLoop):
+    """All experts on all tokens by einsum, and a sum by the weights [T, E]."""
+
+    def first(self, x: Tensor) -> Tensor:
+        return torch.einsum("td,efd->tef", x, self.gate_up)
+
+    def gate(self, hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def second(self, hidden: Tensor) -> Tensor:
+        return torch.einsum("tef,edf->ted", hidden, self.down)
+
+    def dense(self, ids: Tensor, weights: Tensor) -> Tensor:
+        return weights.new_zeros(ids.shape[0], self.num_experts).scatter(1, ids, weights)
+
+    def combine(self, outputs: Tensor, dense: Tensor) -> Tensor:
+        return torch.einsum("ted,te->td", outputs, dense)
+
+    def loop(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.combine(self.second(self.gate(self.first(x))), self.dense(ids, weights))
+
+
+class BatchedStack(DenseStack):
+    """The same by bmm, with the experts as the first axis."""
+
+    def first(self, x: Tensor) -> Tensor:
+        hidden = torch.bmm(x.unsqueeze(0).expand(self.num_experts, -1, -1), self.gate_up.transpose(1, 2))
+        return hidden if self.gate_up_bias is None else hidden + self.gate_up_bias.unsqueeze(1)
+
+    def second(self, hidden: Tensor) -> Tensor:
+        outputs = torch.bmm(hidden, self.down.transpose(1, 2))
+        return outputs if self.down_bias is None else outputs + self.down_bias.unsqueeze(1)
+
+    def combine(self, outputs: Tensor, dense: Tensor) -> Tensor:
+        return (outputs * dense.t().unsqueeze(-1)).sum(dim=0)
+
+
 # ---- other steps
 
 

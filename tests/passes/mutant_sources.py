@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from loops import (
+    BatchedStack,
     DenseLoop,
+    DenseStack,
     ExpertLoop,
     FlatLoop,
     StackedLoop,
@@ -135,6 +137,8 @@ LOOPS: dict[str, Source] = {
     "loop, scattered": _layer(DenseLoop, sizes={"num_experts": 3}, loop=scattered),
     "loop, switch": _layer(SwitchLoop),
     "loop, flat": _layer(FlatLoop),
+    "all at once": _layer(DenseStack),
+    "all at once, bmm": _layer(BatchedStack, sizes={"bias": True, "expert_width": 8}),
     "loops, two": _two_layers(ExpertLoop, StackedLoop),
 }
 SPELLINGS: dict[str, Source] = {

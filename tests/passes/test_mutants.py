@@ -30,7 +30,7 @@ def test_mutants_compute_what_torch_computes() -> None:
     assert min(result.counts[outcome] for outcome in ("refused", "experts", "experts_list", "moe")) > NUM_MUTANTS // 20
 
 
-STACKED_LOOPS = ("loop, stacked",)
+STACKED_LOOPS = ("loop, stacked", "all at once", "all at once, bmm")
 # Ids come from outside, or the block returns its router's weights.
 EXPERTS_ALONE = ("given ids", "mixtral", "gpt_oss")
 

@@ -6,6 +6,7 @@ of any other MLP.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -124,7 +125,10 @@ def product_of_matrix(read: Reader, node: Node) -> Product | None:
     if target in (aten.mm.default, aten.matmul.default) or (target is aten.addmm.default and not node.kwargs):
         bias, rows, matrix = node.args if target is aten.addmm.default else (None, *node.args)
         weight, swapped = matrix_of(read, matrix)
-        return _product(read, node, rows, ExpertLinear(weight, "out_in" if swapped else "in_out"), bias)
+        linear = ExpertLinear(weight, "in_out")
+        if swapped:
+            linear = ExpertLinear(weight, "out_in", transposed=read.root(matrix))
+        return _product(read, node, rows, linear, bias)
     if target is aten.add.Tensor and not node.kwargs and isinstance(node.args[0], Node):
         if target is not node.target and write_problem(node) is not None:
             return None
@@ -145,7 +149,7 @@ def _product(
         return None
     if not read.same_sizes(read.shape(bias), read.shape(node)[1:]):
         return None
-    return Product(rows, ExpertLinear(linear.weight, linear.layout, read.root(bias)))
+    return Product(rows, dataclasses.replace(linear, bias=read.root(bias)))
 
 
 def matrix_of(read: Reader, node: Node) -> tuple[Node, bool]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
 
 from .interpret import Reader, aten, functional_form
-from .values import Expression
+from .values import Expression, Number
 
 # Elementwise operators that expressions may hold, by the name they have there.
 UNARY = {
@@ -40,8 +41,15 @@ def expression_of(read: Reader, node: Node, operand: Callable[[Any], Expression]
         bounds = [read.number(bound) for bound in (low, high)]
         if any(bound is None and arg is not None for bound, arg in zip(bounds, (low, high), strict=True)):
             return None
+        if all(map(_is_no_limit, bounds, (-1, 1))):
+            return operand(node.args[0])
         return ("clamp", operand(node.args[0]), *bounds)
     return None
+
+
+def _is_no_limit(bound: Number | None, sign: int) -> bool:
+    """Whether a lower (``sign`` -1) or upper bound lets every number pass, at every call."""
+    return bound is None or (bound.symbol is None and bound.value == sign * math.inf)
 
 
 def makes_halves(read: Reader, node: Node) -> bool:

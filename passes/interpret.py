@@ -139,7 +139,8 @@ class Reader:
 
     def _record_root(self, node: Node) -> Node | None:
         """Notes and returns the source of a node that only repeats its first argument."""
-        if node.target not in _SAME_NUMBERS or not node.args or not isinstance(node.args[0], Node):
+        repeats = node.target in _SAME_NUMBERS or _is_idle_dropout(node)
+        if not repeats or not node.args or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
         if self.dim(source) < 0 or self.dim(node) < 0:
@@ -251,12 +252,19 @@ def _readers_around(written: Node, writer: Node) -> set[Node]:
     return readers
 
 
+def _is_idle_dropout(node: Node) -> bool:
+    """Whether a dropout is one of evaluation, which hands its input on."""
+    return node.target is aten.dropout.default and len(node.args) == 3 and node.args[2] is False
+
+
 def view_base(node: Node) -> Node | None:
     """The tensor of which ``node`` is a view, one step down, or None where it has storage of its own."""
     if not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is operator.getitem:
         return view_base(node.args[0])
+    if _is_idle_dropout(node):
+        return node.args[0]
     if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
         return node.args[0]
     return None

@@ -6,6 +6,7 @@ tensor, that is used as it is; else the weights are listed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from ..facts import ExpertsSpec, MoEMatch, Refusal, Weights, nodes_of
+from ..facts import ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, aten, functional_form
 from .loop_values import (
@@ -54,16 +55,17 @@ def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     gate = gate_of(term.body.expression, len(term.body.first))
     if isinstance(gate, str):
         return refuse(found, sink, gate)
-    weights = _weights(read, [summed.terms[expert].body for expert in sorted(summed.terms)], gate.order)
+    bodies = [_in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
+    weights = _weights(read, bodies, gate.order)
     tokens = _tokens(read, term)
     inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
     region = closure((sink,), inputs)
-    problem = _misfit(read, summed, weights, tokens) or context_reason(
+    problem = _misfit(read, summed, bodies[0], weights, tokens) or context_reason(
         found, sink, region, inputs, inner=_dependent(region, weights.nodes())
     )
     if problem is not None:
         return refuse(found, sink, problem)
-    return _make_match(found, summed, gate, weights, region)
+    return _make_match(found, summed, gate, bodies[0].down.layout, weights, region)
 
 
 class _Summed(NamedTuple):
@@ -200,6 +202,25 @@ def _weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -
     return _ExpertWeights(*(tuple(each) if each else None for each in lists))
 
 
+def _layouts(body: ExpertBody) -> set[WeightLayout]:
+    return {linear.layout for linear in (*body.first, body.down)}
+
+
+def _in_one_layout(body: ExpertBody) -> ExpertBody:
+    """``body`` with all weights in one layout, where views in the graph allow it."""
+    if len(_layouts(body)) == 1:
+        return body
+    return dataclasses.replace(
+        body, first=tuple(_as_in_out(linear) for linear in body.first), down=_as_in_out(body.down)
+    )
+
+
+def _as_in_out(linear: ExpertLinear) -> ExpertLinear:
+    if linear.layout == "in_out" or linear.transposed is None:
+        return linear
+    return ExpertLinear(linear.transposed, "in_out", linear.bias)
+
+
 def _biases(linears: Sequence[ExpertLinear]) -> list[Node]:
     return [linear.bias for linear in linears if linear.bias is not None]
 
@@ -228,7 +249,7 @@ def _entry(read: Reader, node: Node) -> tuple[Node, int] | None:
 # ---- what must hold
 
 
-def _misfit(read: Reader, summed: _Summed, weights: _ExpertWeights, tokens: Node) -> str | None:
+def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: _ExpertWeights, tokens: Node) -> str | None:
     """Why tokens, ids, weights and sums do not fit together as one call, if they do not."""
     term, sink = summed.terms[summed.first_expert], summed.sums[0]
     if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
@@ -242,7 +263,7 @@ def _misfit(read: Reader, summed: _Summed, weights: _ExpertWeights, tokens: Node
         is_column = read.dim(term.ids) == 1 and read.same_sizes(shape[1:], (1,))
         if not read.same_sizes(shape[:1] if is_column else shape, read.shape(term.ids)):
             return f"ids {list(read.shape(term.ids))} and routing weights {list(shape)} differ in shape"
-    layouts = {linear.layout for linear in (*term.body.first, term.body.down)}
+    layouts = _layouts(body)
     if len(layouts) != 1:
         return f"the linear maps of an expert are stored in different layouts, {' and '.join(sorted(layouts))}"
     for node in weights.nodes():
@@ -309,6 +330,7 @@ def _make_match(
     found: Interpretation,
     summed: _Summed,
     gate: GateOfBody,
+    layout: WeightLayout,
     weights: _ExpertWeights,
     region: frozenset[Node],
 ) -> MoEMatch:
@@ -343,7 +365,7 @@ def _make_match(
         down=nodes[2],
         down_bias=nodes[3],
         spec=ExpertsSpec(
-            weight_layout=term.body.down.layout,
+            weight_layout=layout,
             gate_layout=recognised.layout,
             activation=recognised.activation,
             activation_params=tuple(number.value for number in recognised.parameters),

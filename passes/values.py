@@ -121,11 +121,15 @@ class TokenRows:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLinear:
-    """One linear map with per-expert weights."""
+    """One linear map with per-expert weights.
+
+    ``transposed``: a view of the weight in the other layout, if the graph holds one.
+    """
 
     weight: Node
     layout: Literal["out_in", "in_out"]
     bias: Node | None = None
+    transposed: Node | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

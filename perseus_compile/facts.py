@@ -18,7 +18,7 @@ from torch.fx import Node
 Routing = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
 WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
 # Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
 Weights: TypeAlias = "Node | tuple[Node, ...]"

@@ -36,6 +36,7 @@ ACTIVATION_PARAMS: dict[str, tuple[str, ...]] = {
     "silu": (),
     "gelu": (),
     "gelu_tanh": (),
+    "relu": (),
     "relu2": (),
     "clamped_swiglu": ("alpha", "limit"),
     "clamped_silu": ("limit",),

@@ -1,6 +1,7 @@
 """How does a model whose experts run in a Python loop become one that a compiler can capture?
 
-Switches the implementation through the model's public interface. It changes no weight and compiles nothing.
+Switches the implementation through the model's public interface, or gives single modules a loop over all experts. It
+changes no weight and compiles nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from perseus_compile.errors import UnsupportedMoE
+from perseus_compile.looped_experts import replace_loop
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -22,8 +24,10 @@ def prepare(model: Model) -> Model:
     """Makes the experts of a Hugging Face model capturable by ``torch.compile``, in place.
 
     Calls ``model.set_experts_implementation("grouped_mm")`` where a MoE layer runs in another implementation, for
-    example in the Python loop that is called "eager". A model that is capturable already, or that has no MoE layer,
-    is left as it is.
+    example in the Python loop that is called "eager". Experts of some other families, whose loop runs over the experts
+    that were hit, get a forward of their own that runs over all experts; compile such a model with
+    ``perseus_compile.compile``, which can capture it. A model that is capturable already, or that has no MoE layer, is
+    left as it is.
 
     Returns:
         The same model.
@@ -31,7 +35,9 @@ def prepare(model: Model) -> Model:
     Raises:
         UnsupportedMoE: the model has MoE layers but offers no other implementation of them, or refuses the switch.
     """
-    found = find_moe_modules(model)
+    replaced = [module for module in model.modules() if replace_loop(module)]
+    inside = {id(module) for each in replaced for module in each.modules()}
+    found = [layer for layer in find_moe_modules(model) if id(layer.module) not in inside]
     if not found or all(switchable(layer) and _implementation(layer) in _CAPTURABLE for layer in found):
         return model
     switches = _outermost_switches(model)

@@ -32,6 +32,7 @@ _FUNCTIONS: tuple[tuple[Activation, Any], ...] = (
     ("silu", ("silu", "gate")),
     ("gelu", ("gelu", "gate")),
     ("gelu_tanh", ("gelu_tanh", "gate")),
+    ("relu", ("relu", "gate")),
     ("relu2", ("square", ("relu", "gate"))),
 )
 _CLAMPED_GATE = ("clamp", "gate", None, _Parameter("limit"))

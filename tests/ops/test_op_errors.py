@@ -30,7 +30,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "activation": (
         {"activation": "relu"},
-        "activation must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, clamped_silu, softcapped_silu; "
+        "activation must be one of silu, gelu, gelu_tanh, relu, relu2, clamped_swiglu, clamped_silu, softcapped_silu; "
         "got 'relu'; pass one of these words",
     ),
     "weight_on": (

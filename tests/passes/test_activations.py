@@ -16,7 +16,7 @@ from perseus_compile import observe
 from perseus_compile.backend import perseus
 
 KNOWN = (
-    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, "
+    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu, relu2, clamped_swiglu, "
     "clamped_silu, softcapped_silu, got"
 )
 

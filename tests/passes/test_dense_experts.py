@@ -209,7 +209,7 @@ NEAR_MISSES = (
     ),
     case(
         "no gate",
-        "refused: the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu2, "
+        "refused: the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu, relu2, "
         "clamped_swiglu, clamped_silu, softcapped_silu, got first",
         gate=lambda m, h: h.chunk(2, dim=-1)[0],
     ),

@@ -305,7 +305,7 @@ NEAR_MISSES = (
     Case(
         "no activation",
         loop_of(ExpertLoop, expert=without_activation),
-        "refused: the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu2, "
+        "refused: the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu, relu2, "
         "clamped_swiglu, clamped_silu, softcapped_silu, got mul(first, second)",
     ),
     Case(

@@ -161,12 +161,14 @@ class Interpretation:
     Attributes:
         reader: answers for every node of the view.
         sentences: for nodes without a meaning at which a rule stopped, why.
+        rules: the rule that gave a node its meaning, or its sentence.
         sums: for matched layers, the node that the rewrite replaces, by the first node that holds the same sum.
     """
 
     view: AtenView
     reader: Reader
     sentences: dict[Node, str]
+    rules: dict[Node, Rule]
     sums: dict[Node, Node] = dataclasses.field(default_factory=dict)
 
     def dynamo_value(self, node: Node) -> Node | None:
@@ -182,6 +184,7 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
             by_target.setdefault(target, []).append(rule)
     reader = Reader(view)
     sentences: dict[Node, str] = {}
+    rule_of: dict[Node, Rule] = {}
     for node in view.graph.nodes:
         if node.op != "call_function" or node in view.opaque:
             continue
@@ -200,11 +203,13 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
             answer = rule.derive(reader, node) if problem is None else problem
             if isinstance(answer, str):
                 sentences.setdefault(node, answer)
+                rule_of.setdefault(node, rule)
             elif answer is not None:
                 reader._record(node, answer)
+                rule_of[node] = rule
                 sentences.pop(node, None)
                 break
-    return Interpretation(view, reader, sentences)
+    return Interpretation(view, reader, sentences, rule_of)
 
 
 def functional_form(node: Node) -> Any:

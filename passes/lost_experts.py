@@ -24,9 +24,10 @@ from .loop_values import (
     HitWeights,
     SumAtHits,
 )
-from .match_context import layer_name
+from .match_context import refuse
 from .patterns.dense_experts import product_of_stack
 from .region import carries_tensors
+from .rule_checks import rule_checks
 
 # Values that only code with single experts has.
 _LOOP_VALUES = (HitRows, HitWeights, ExpertWeights, ExpertTerm, ExpertSum, SumAtHits, DenseTerm, DenseSum)
@@ -133,5 +134,4 @@ def _beside(reached: Iterable[Node]) -> set[Node]:
 
 
 def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
-    origin = found.view.origin[node]
-    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)
+    return refuse(found, node, reason, rule_checks(found, [node], lost=[node]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,14 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from ..capture import AtenView
-from ..facts import ExpertsSpec, MoEMatch, RouterMatch
+from ..conditions import Condition, ask
+from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, RouterMatch
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, functional_form
 from .patterns import spellings
 from .patterns.activations import Gate
 from .region import interfering_write, later_write, outside_reader, write_to_inputs
+from .rule_checks import rule_checks
 from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, TokenRows
 
 LAYER_VALUES = (*INNER_VALUES, Combined)
@@ -45,8 +47,12 @@ def make_match(
     router: RouterMatch | None,
     router_reason: str | None,
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = (),
+    conditions: Sequence[Check] = (),
 ) -> MoEMatch:
-    """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out."""
+    """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out.
+
+    ``conditions``: what was asked about the layer beside the rules, with the answers.
+    """
     rows, gate_up, down = output.hidden.rows, output.hidden.gate_up, output.down
     num_experts = found.reader.static_size(gate_up.weight, 0)
     assert num_experts is not None, "expert weights have constant sizes"
@@ -73,6 +79,7 @@ def make_match(
         router_reason=router_reason,
         negative_ids_wrap=rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
         symbols=(*(number.symbol for number in gate.numbers if number.symbol is not None), *symbols),
+        checks=(*rule_checks(found, [sink], (routing.x, gate_up.weight, down.weight)), *conditions),
     )
     experts = {match.gate_up, match.gate_up_bias, match.down, match.down_bias}
     return dataclasses.replace(match, region=match.region - {match.x_TD, match.ids_TK, match.weights_TK} - experts)
@@ -117,43 +124,60 @@ def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtyp
     return None
 
 
-def context_reason(
+def no_autocast(found: Interpretation, node: Node) -> Condition:
+    state = found.view.state[found.view.origin[node]]
+    is_under = state.casts(node.meta["val"].device.type)
+    return Condition("no autocast", "it runs under torch.autocast" if is_under else None)
+
+
+def context_conditions(
     found: Interpretation,
     sink: Node,
     region: frozenset[Node],
     inputs: list[Node],
     *,
     inner: Iterable[Node] | None = None,
-) -> str | None:
-    """Why the region cannot be replaced where it stands, if it cannot.
+) -> Iterator[Condition]:
+    """What must hold so that the region can be replaced where it stands, cheap questions first.
 
     ``inner``: the nodes that are gone once it is; by default those whose meanings say so.
     """
     read, view = found.reader, found.view
     state = view.state[view.origin[sink]]
-    if state.autocast or torch.is_autocast_enabled(sink.meta["val"].device.type):
-        return "it runs under torch.autocast"
-    if state.transform:
-        return "it runs under a transform of torch.func"
-    if any(view.state[view.origin[node]] != state for node in region if read.dim(node) >= 0 and _is_float(node)):
-        return "its nodes run under different gradient or autocast modes"
+    yield no_autocast(found, sink)
+    yield Condition("no transform", "it runs under a transform of torch.func" if state.transform else None)
+    floats = (node for node in region if read.dim(node) >= 0 and _is_float(node))
+    is_mixed = any(view.state[view.origin[node]] != state for node in floats)
+    yield Condition("one mode", "its nodes run under different gradient or autocast modes" if is_mixed else None)
     if inner is None:
         inner = [node for node in region if isinstance(read.value(node), _PRIVATE_VALUES)]
     inner = [node for node in inner if node is not sink]
+    yield Condition("inner values unread", _inner_reader_reason(read, inner, region, inputs))
+    yield Condition("writes", _write_reason(found, sink, region, inputs))
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None and not _is_setitem(view, node)]
+    yield Condition(
+        "whole values", f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes" if missing else None
+    )
+
+
+def _inner_reader_reason(read: Reader, inner: list[Node], region: frozenset[Node], inputs: list[Node]) -> str | None:
     # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
     inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
         return f"{read.describe(reader[0])} inside it is also read by {read.describe(reader[1])}"
+    return None
+
+
+def _write_reason(found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
+    read, view = found.reader, found.view
     if write := interfering_write(view, region, inputs):
         return f"{read.describe(write)} may write in place to what the layer reads or computes before it is summed"
     if write := write_to_inputs(view, (node for node in sorted(region) if not _is_idle_write(read, node)), inputs):
         return f"{read.describe(write)} inside it writes in place to what it reads, and the op would read it afterwards"
     # The op keeps its inputs for its gradients, where the layer's own code may have kept copies.
-    if state.grad and (write := later_write(view, sink, inputs)):
+    is_differentiated = view.state[view.origin[sink]].grad
+    if is_differentiated and (write := later_write(view, sink, inputs)):
         return f"{read.describe(write)} writes in place to what the layer has read, and gradients need it as it was"
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None and not _is_setitem(view, node)]
-    if missing:
-        return f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes"
     return None
 
 
@@ -171,3 +195,13 @@ def layer_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next(iter(reversed(list(stack.values()))), ("",))[0]
     return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"
+
+
+def refuse(found: Interpretation, node: Node, reason: str, checks: list[Check]) -> Refusal:
+    """The refusal of the layer around ``node``, with what was asked about it."""
+    origin = found.view.origin[node]
+    autocast = no_autocast(found, node)
+    if autocast.reason not in (None, reason):
+        # It inserts casts, whose own sentences would lead away from the cause.
+        reason = ask([autocast], "match", checks) or reason
+    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name, checks=tuple(checks))

@@ -7,15 +7,17 @@ tensor, that is used as it is; else the weights are listed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
-from ..facts import ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
+from ..conditions import Condition, ask
+from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, aten, functional_form
 from .loop_values import (
@@ -25,11 +27,12 @@ from .loop_values import (
     ExpertSum,
     ExpertTerm,
 )
-from .match_context import context_reason, layer_name
+from .match_context import context_conditions, layer_name, refuse
 from .match_routing import RouterFound, find_router
 from .patterns.activations import GateOfBody, gate_of
 from .patterns.expert_hits import hit_rows
 from .region import carries_tensors, closure
+from .rule_checks import rule_checks
 from .values import ExpertLinear
 
 
@@ -43,29 +46,37 @@ def ends_loop(found: Interpretation, node: Node) -> bool:
 
 def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     """The layer whose sum over its experts ends at ``sink``, or why it keeps its code."""
-    read = found.reader
+    read, checks = found.reader, list[Check]()
     summed = _walk(read, sink)
     if isinstance(summed, str):
-        return refuse(found, sink, summed)
-    lost = [found.sentences[user] for user in sorted(sink.users) if user in found.sentences]
-    problem = lost[0] if lost else _difference(read, summed) or _unwritten(read, summed)
-    if problem is not None:
-        return refuse(found, sink, problem)
+        ask([Condition("one sum", summed)], "match", checks)
+        return refuse(found, sink, summed, [*rule_checks(found, [sink]), *checks])
     term = summed.terms[summed.first_expert]
     gate = gate_of(term.body.expression, len(term.body.first))
-    if isinstance(gate, str):
-        return refuse(found, sink, gate)
+    reason = ask(_sum_conditions(found, summed, gate), "match", checks)
+    if reason is not None:
+        return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
+    assert isinstance(gate, GateOfBody), "a condition refuses unknown gates"
     bodies = [_in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
     weights = _weights(read, bodies, gate.order)
     tokens = _tokens(read, term)
     inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
     region = closure((sink,), inputs)
-    problem = _misfit(read, summed, bodies[0], weights, tokens) or context_reason(
-        found, sink, region, inputs, inner=_dependent(region, weights.nodes())
-    )
-    if problem is not None:
-        return refuse(found, sink, problem)
-    return _make_match(found, summed, gate, bodies[0].down.layout, weights, region)
+    misfit = Condition("shapes agree", _misfit(read, summed, bodies[0], weights, tokens))
+    context = context_conditions(found, sink, region, inputs, inner=_dependent(region, weights.nodes()))
+    reason = ask(itertools.chain((misfit,), context), "match", checks)
+    if reason is not None:
+        return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
+    return _make_match(found, summed, gate, bodies[0].down.layout, weights, region, checks)
+
+
+def _sum_conditions(found: Interpretation, summed: _Summed, gate: GateOfBody | str) -> Iterator[Condition]:
+    """What must hold of the terms of a sum, whatever is around them."""
+    lost = (found.sentences[user] for user in sorted(summed.sums[0].users) if user in found.sentences)
+    yield Condition("sum is whole", next(lost, None))
+    yield Condition("experts agree", _difference(found.reader, summed))
+    yield Condition("every token is written", _unwritten(found.reader, summed))
+    yield Condition("known gate", gate if isinstance(gate, str) else None)
 
 
 class _Summed(NamedTuple):
@@ -333,6 +344,7 @@ def _make_match(
     layout: WeightLayout,
     weights: _ExpertWeights,
     region: frozenset[Node],
+    checks: list[Check],
 ) -> MoEMatch:
     read, view, sink = found.reader, found.view, summed.sums[0]
     term = summed.terms[summed.first_expert]
@@ -342,13 +354,14 @@ def _make_match(
         router = "the layer has no routing weights"
         if term.weights is not None:
             router = find_router(found, term.ids, term.weights, tokens, region)
+    ask([Condition("router can join", router if isinstance(router, str) else None)], "match", checks)
     output, written = _written(found, summed.sums)
     if output is None:
         found.sums[read.root(sink)] = sink
         output = found.dynamo_value(sink)
     names = [found.dynamo_value(node) if node is not None else None for node in (tokens, term.ids, term.weights)]
     x_TD, ids_TK, weights_TK = names
-    assert output is not None and x_TD is not None and ids_TK is not None, "context_reason has checked them"
+    assert output is not None and x_TD is not None and ids_TK is not None, "conditions have checked them"
     nodes = [_dynamo(found, each) for each in weights]
     given = {node for each in nodes for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
     recognised = gate.gate
@@ -374,6 +387,7 @@ def _make_match(
         ),
         output=output,
         written=written,
+        checks=(*rule_checks(found, [sink]), *checks),
         region=(view.dynamo_nodes(region) - given) | _asserts(found, region),
         router=router_found.router if router_found else None,
         router_reason=None if isinstance(router, RouterFound) else router,
@@ -399,10 +413,5 @@ def _dynamo(found: Interpretation, weights: Weights | None) -> Weights | None:
     if weights is None:
         return None
     nodes = [found.dynamo_value(node) for node in nodes_of(weights)]
-    assert None not in nodes, "context_reason has checked them"
+    assert None not in nodes, "conditions have checked them"
     return nodes[0] if isinstance(weights, Node) else tuple(nodes)
-
-
-def refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
-    origin = found.view.origin[node]
-    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)

@@ -6,18 +6,21 @@ weights and the expert weights. What looked like experts and is no such layer be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch.fx import Node
 
 from ..capture import AtenView
-from ..facts import MoEMatch, Refusal
+from ..conditions import Condition, ask
+from ..facts import Check, MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
 from .lost_experts import lost_experts
 from .match_context import (
     LAYER_VALUES,
     RoutingNodes,
-    context_reason,
-    layer_name,
+    context_conditions,
     make_match,
+    refuse,
     weights_reason,
     with_idle_writes,
 )
@@ -25,11 +28,10 @@ from .match_loops import ends_loop, match_loop
 from .match_routing import RouterFound, find_router
 from .match_rows import match_rows
 from .patterns import all_rules
-from .patterns.activations import recognize_gate
+from .patterns.activations import Gate, recognize_gate
 from .region import closure
+from .rule_checks import GATHERS, lost_steps, rule_checks
 from .values import Combined, ExpertOutput, Hidden, SelectedByExpert
-
-_GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
 
 
 def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
@@ -46,11 +48,11 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
             if len(sinks) == 1:
                 result = _match(found, node, sinks[0])
             else:
-                result = match_rows(found, node, reached) or _refuse(found, node, _why_lost(found, reached, sinks))
+                result = match_rows(found, node, reached) or _refuse_lost(found, node, reached, sinks)
         elif ends_loop(found, node):
             result = match_loop(found, node)
         elif node not in explained and (_is_lost_product(found, node) or _selects_by_lost_ids(found, node)):
-            result = _refuse(found, node, _cause(found, node))
+            result = refuse(found, node, _cause(found, node), rule_checks(found, [], lost=lost_steps(found, node)))
         else:
             continue
         results.append(result)
@@ -92,7 +94,7 @@ def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passe
     while pending:
         for user in pending.pop().users:
             # A gather of rows is where another layer begins.
-            if user in passed or user.target in _GATHERS:
+            if user in passed or user.target in GATHERS:
                 continue
             passed.add(user)
             if _is_expert_product(found, user) or _selects_by_lost_ids(found, user):
@@ -123,35 +125,30 @@ def _is_sink(found: Interpretation, node: Node) -> bool:
     return found.reader.dtype(node) == dtype and all(found.reader.dtype(source) != dtype for source in earlier)
 
 
-def _why_lost(found: Interpretation, reached: set[Node], sinks: list[Node]) -> str:
-    if sinks:
-        return f"its expert outputs are summed {len(sinks)} times"
-    lost = sorted(node for node in reached if not isinstance(found.reader.value(node), LAYER_VALUES))
-    explained = [node for node in lost if node in found.sentences]
-    if explained:
-        return _cause(found, explained[0])
-    unknown = [node for node in lost if node.op != "output"]
-    if unknown:
-        return _cause(found, unknown[0])
+def _refuse_lost(found: Interpretation, head: Node, reached: set[Node], sinks: list[Node]) -> Refusal:
+    """The refusal of a layer whose meaning ends before its sum, or that has several sums."""
+    known = {node for node in reached if isinstance(found.reader.value(node), LAYER_VALUES)}
+    unknown = sorted(node for node in reached - known if node.op != "output")
+    first = next((node for node in unknown if node in found.sentences), unknown[0] if unknown else None)
+    reason = _why_lost(found, first, len(sinks))
+    steps = lost_steps(found, first) if first is not None and not sinks else ()
+    return refuse(found, head, reason, rule_checks(found, known, lost=steps))
+
+
+def _why_lost(found: Interpretation, first: Node | None, num_sums: int) -> str:
+    if num_sums:
+        return f"its expert outputs are summed {num_sums} times"
+    if first is not None:
+        return _cause(found, first)
     return "its expert outputs leave the graph before they are summed in the tokens' dtype"
 
 
 def _cause(found: Interpretation, node: Node) -> str:
     """Why ``node`` has no meaning: the sentence of the first step lost on the way of its row order, or its own."""
-    read = found.reader
-    lost, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            # The row order lives in [R] and [E] values, and in the gather of the token rows.
-            step = read.dim(source) <= 1 or source.target in (*_GATHERS, aten.unsqueeze.default)
-            step = step or source in found.sentences
-            if step and source.op == "call_function" and read.value(source) is None and source not in lost:
-                lost.add(source)
-                pending.append(source)
-    explained = [step for step in lost if step in found.sentences]
+    explained = [step for step in lost_steps(found, node) if step in found.sentences]
     if explained:
         return found.sentences[min(explained)]
-    return f"{read.describe(node)} has no meaning between the expert linears and the sum over choices"
+    return f"{found.reader.describe(node)} has no meaning between the expert linears and the sum over choices"
 
 
 def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
@@ -163,21 +160,18 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
     assert weights is not None, "only weighted rows are grouped by token"
     gate = recognize_gate(output.expression)
-    if isinstance(gate, str):
-        return _refuse(found, sink, gate)
     gate_up, down = output.hidden.gate_up, output.down
     parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
     inputs = [rows.x, ids, weights, *parameters]
     region = with_idle_writes(read, closure((sink,), inputs), sink)
-    reason = (
-        weights_reason(read, gate_up, down, read.dtype(rows.x))
-        or _shape_reason(read, sink, output)
-        or context_reason(found, sink, region, inputs)
-    )
+    conditions: list[Check] = []
+    reason = ask(_conditions(found, sink, output, gate, region, inputs), "match", conditions)
     if reason is not None:
-        return _refuse(found, sink, reason)
+        return refuse(found, sink, reason, [*rule_checks(found, [sink], inputs), *conditions])
+    assert isinstance(gate, Gate), "a condition refuses unknown gates"
     found.sums[read.root(sink)] = sink
     router = find_router(found, ids, weights, rows.x, region)
+    ask([Condition("router can join", router if isinstance(router, str) else None)], "match", conditions)
     return make_match(
         found,
         head,
@@ -189,7 +183,24 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
         symbols=router.symbols if isinstance(router, RouterFound) else (),
+        conditions=conditions,
     )
+
+
+def _conditions(
+    found: Interpretation,
+    sink: Node,
+    output: ExpertOutput,
+    gate: Gate | str,
+    region: frozenset[Node],
+    inputs: list[Node],
+) -> Iterator[Condition]:
+    read = found.reader
+    dtype = read.dtype(output.hidden.rows.x)
+    yield Condition("known gate", gate if isinstance(gate, str) else None)
+    yield Condition("weights agree", weights_reason(read, output.hidden.gate_up, output.down, dtype))
+    yield Condition("shapes agree", _shape_reason(read, sink, output))
+    yield from context_conditions(found, sink, region, inputs)
 
 
 def _past_repetitions(found: Interpretation, sink: Node) -> Node:
@@ -214,8 +225,3 @@ def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:
     if not read.same_sizes(read.shape(sink), read.shape(rows.x)):
         return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(rows.x))}"
     return None
-
-
-def _refuse(found: Interpretation, node: Node, reason: str) -> Refusal:
-    origin = found.view.origin[node]
-    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name)

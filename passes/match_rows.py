@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..facts import MoEMatch
+from ..conditions import Condition, ask
+from ..facts import Check, MoEMatch
 from .interpret import Interpretation
-from .match_context import RoutingNodes, context_reason, make_match, weights_reason, with_idle_writes
+from .match_context import RoutingNodes, context_conditions, make_match, weights_reason, with_idle_writes
 from .patterns.activations import recognize_gate
 from .region import closure
 from .values import ExpertOutput, PerChoice, TokenRows, Value
@@ -44,8 +45,13 @@ def match_rows(found: Interpretation, head: Node, reached: set[Node]) -> MoEMatc
     parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
     inputs = [x, ids, *parameters]
     region = with_idle_writes(read, closure((sink,), inputs), sink)
-    if weights_reason(read, gate_up, down, read.dtype(x)) or context_reason(found, sink, region, inputs):
+    checks: list[Check] = []
+    weights = Condition("weights agree", weights_reason(read, gate_up, down, read.dtype(x)))
+    if ask([weights, *context_conditions(found, sink, region, inputs)], "match", checks):
         return None
+    step = read.describe(lost[0])
+    router = Condition("router can join", f"{step} comes between the experts and their routing weights")
+    ask([router], "match", checks)
     return make_match(
         found,
         head,
@@ -55,7 +61,8 @@ def match_rows(found: Interpretation, head: Node, reached: set[Node]) -> MoEMatc
         region,
         routing=RoutingNodes(x, ids, None),
         router=None,
-        router_reason=f"{read.describe(lost[0])} comes between the experts and their routing weights",
+        router_reason=router.reason,
+        conditions=checks,
     )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from ..facts import LIST_AXES, MoEMatch, MoEPlan, nodes_of
+from ..capture import written_node
+from ..facts import LIST_AXES, MoEMatch, MoEPlan, nodes_of, op_arguments
 
 Argument: TypeAlias = "Node | Sequence[Node] | None"
 
@@ -44,17 +45,19 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Argument,
 
     Ids and weights may not yet be as the op wants them (``with_choices``), nor lists (``entries``).
     """
+    x_dtype = match.x_TD.meta["example_value"].dtype
+    numbers = op_arguments(match.spec, x_dtype)
     if plan.op == "experts_list":
         target = torch.ops.perseus.experts_list.default
         lists = [list(nodes_of(weights)) for weights in match.experts]
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *lists), match.spec.as_kwargs()
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *lists), numbers
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
-        return target, (match.x_TD, match.ids_TK, match.weights_TK, *match.experts), match.spec.as_kwargs()
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *match.experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *match.experts)
-    return torch.ops.perseus.moe.default, args, {**router.spec.as_kwargs(), **match.spec.as_kwargs()}
+    return torch.ops.perseus.moe.default, args, {**op_arguments(router.spec, x_dtype), **numbers}
 
 
 def with_choices(ids: Tensor, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,7 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
     nodes = [node for node in sorted(region) if node.op in ("call_function", "call_method")]
     writes: dict[Node, list[Node]] = {}
     for node in nodes:
-        if (written := _written(node)) is not None:
+        if (written := written_node(node)) is not None:
             writes.setdefault(written, []).append(node)
     pending = [node for node in nodes if any(user not in region for user in node.users)]
     pending += [node for written, writers in writes.items() if written not in region for node in writers]
@@ -139,17 +142,3 @@ def _erase_unread(graph: Graph, region: frozenset[Node]) -> None:
     for node in reversed(nodes):
         if node not in kept:
             graph.erase_node(node)
-
-
-def _written(node: Node) -> Node | None:
-    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
-    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
-    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch.fx import GraphModule
 from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
 from .errors import OptionError, UnsupportedMoE
+from .execution_state import ExecutionState, current_state, execution_states, strictest
 from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
+from .passes.distributed import find_distributed_layers
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
 from .plan import plan
@@ -66,15 +68,20 @@ def perseus(
     return compiled
 
 
-def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport) -> None:
-    """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators."""
-    for child in gm.children():
-        # Activation checkpointing and other higher-order operators hold their bodies as graph modules.
-        if isinstance(child, GraphModule):
-            rewrite_graph(child, options, report)
+def rewrite_graph(
+    gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState | None = None
+) -> None:
+    """Runs capture, match, plan and rewrite on ``gm`` and on the graphs inside its higher-order operators.
+
+    ``start``: the modes under which ``gm`` is called, where they are not those of this moment.
+    """
+    start = start or current_state()
+    for child, modes in _bodies(gm, start):
+        rewrite_graph(child, options, report, modes)
+    report.refusals.extend(find_distributed_layers(gm))
     try:
         with report.timed("capture"):
-            view = aten_view(gm)
+            view = aten_view(gm, start)
     except CaptureError as error:
         log.debug("graph %d is not viewed: %s", report.index, error)
         if error.is_failure:
@@ -95,25 +102,39 @@ def rewrite_graph(gm: GraphModule, options: Options, report: observe.GraphReport
         gm.recompile()
 
 
+def _bodies(gm: GraphModule, start: ExecutionState) -> Iterator[tuple[GraphModule, ExecutionState]]:
+    """The graphs that higher-order operators of ``gm`` call, such as those of activation checkpointing."""
+    if not any(isinstance(child, GraphModule) for child in gm.children()):
+        return
+    states = execution_states(gm.graph, start)
+    for name, child in gm.named_children():
+        holders = [node for node in gm.graph.find_nodes(op="get_attr") if node.target == name]
+        callers = [user for holder in holders for user in holder.users]
+        if isinstance(child, GraphModule) and callers:
+            yield child, strictest(states[caller] for caller in callers)
+
+
 def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options, report: observe.GraphReport) -> None:
     if options.verify:
         with report.timed("verify"):
             verify.check_rewrite(gm, match, decision)
     with report.timed("rewrite"):
-        before, lines = len(gm.graph.nodes), observe.graph_lines(gm.graph)
+        part = observe.GraphPart(match.region | (match.router.region if match.router else frozenset()), match.output)
+        nodes_before, lines_before = len(gm.graph.nodes), part.lines()
         rewrite(gm.graph, match, decision, check_ids=options.debug)
-        diff = observe.graph_diff(lines, observe.graph_lines(gm.graph))
     rows = cuda_report.describe(match) if observe.is_collecting() else ()  # milliseconds, for those who read them
     report.layers.append(
         observe.LayerReport(
             layer=match.layer,
             spelling=match.spelling,
             op=decision.op,
-            nodes_before=before,
+            nodes_before=nodes_before,
             nodes_after=len(gm.graph.nodes),
             why=decision.why,
-            graph_diff=diff,
+            lines_before=lines_before,
+            lines_after=part.lines(),
             cuda=rows,
+            checks=decision.checks,
         )
     )
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import operator
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
@@ -23,18 +26,11 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
+
+from .execution_state import ExecutionState, autocast_as_in, current_state, execution_states
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExecutionState:
-    """The modes that hold where a node of Dynamo's graph runs, as far as they change numbers or gradients."""
-
-    grad: bool
-    inference_depth: int
-    autocast: bool
-    transform: bool  # under vmap, grad, jvp and the like of torch.func
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +77,11 @@ class CaptureError(Exception):
         self.is_failure = is_failure
 
 
-def aten_view(gm: GraphModule) -> AtenView:
+def aten_view(gm: GraphModule, start: ExecutionState | None = None) -> AtenView:
     """Traces ``gm``, a graph from Dynamo, to ATen without adding a guard.
+
+    Args:
+        start: the modes under which the graph is called; without it, those of this moment.
 
     Raises:
         CaptureError: no placeholder carries a fake tensor, or the trace failed.
@@ -94,12 +93,14 @@ def aten_view(gm: GraphModule) -> AtenView:
         raise CaptureError("the graph has no tensor input", is_failure=False)
     if any(value is None for value in values):
         raise CaptureError("an input of the graph has no example value")
-    tracer = _ViewTracer(gm)
+    tracer = _ViewTracer(gm, execution_states(gm.graph, start or current_state()))
     with fake_mode, _no_new_guards(fake_mode), preserve_node_meta(enable=False):
         try:
             view = make_fx(tracer.run, pre_dispatch=True)(*values)
         except Exception as error:
             what = next(iter(str(error).splitlines()), "")  # torch appends the stack of the node
+            if isinstance(error, CaptureError):
+                raise CaptureError(what) from error
             raise CaptureError(f"tracing the graph to ATen failed: {type(error).__name__}: {what}") from error
     return tracer.finish(view, placeholders)
 
@@ -117,19 +118,15 @@ def _no_new_guards(fake_mode: FakeTensorMode) -> Iterator[None]:
 class _ViewTracer(Interpreter):
     """Runs Dynamo's graph node by node under ``make_fx`` and records which view nodes each one created."""
 
-    def __init__(self, gm: GraphModule) -> None:
+    def __init__(self, gm: GraphModule, state: dict[Node, ExecutionState]) -> None:
         super().__init__(gm, garbage_collect_values=False)
+        self._state = state
+        self._outside = current_state()
         self._origin_by_name: dict[str, Node] = {}
         self._results_by_name: dict[str, list[Node]] = {}
         self._opaque_names: set[str] = set()
-        self._state: dict[Node, ExecutionState] = {}
-        self._grad = torch.is_grad_enabled()  # Dynamo restores the mode of the graph's start for its backend
-        self._inference_depth = 0
-        self._autocast_depth = 0
-        self._transform_depth = 0
 
     def run_node(self, n: Node) -> Any:
-        self._track_state(n)
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         graph = _tracer().graph
@@ -145,35 +142,32 @@ class _ViewTracer(Interpreter):
                 self._results_by_name.setdefault(slot.proxy.node.name, []).append(n)
         return result
 
-    def _track_state(self, n: Node) -> None:
-        # Names, since torch exposes these functions under different modules in different releases.
-        name = getattr(n.target, "__name__", "")
-        if name == "_set_grad_enabled":
-            self._grad = bool(n.args[0])
-        elif name in ("_enter_inference_mode", "_exit_inference_mode"):
-            self._inference_depth += 1 if "enter" in name else -1
-        elif name == "_enter_autocast":
-            self._autocast_depth += 1
-        elif name == "_exit_autocast":
-            self._autocast_depth -= 1
-        elif name.endswith(("_increment_nesting", "_enter_dual_level")):
-            self._transform_depth += 1
-        elif name.endswith(("_decrement_nesting", "_exit_dual_level")):
-            self._transform_depth -= 1
-        self._state[n] = ExecutionState(
-            self._grad, self._inference_depth, self._autocast_depth > 0, self._transform_depth > 0
-        )
-
     def _run_or_make_opaque(self, n: Node) -> Any:
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
             return self._opaque(n)
+        if any(is_distributed(source.meta.get("example_value")) for source in n.all_input_nodes):
+            return self._distributed(n)
+        is_region = self._state[n].autocast != self._outside.autocast
         try:
-            return super().run_node(n)
+            with autocast_as_in(self._state[n]) if is_region else contextlib.nullcontext():
+                return super().run_node(n)
         except Exception as error:
             if "example_value" not in n.meta:
                 raise
             log.debug("%s is opaque to the matcher: %s", n.name, error)
             return self._opaque(n)
+
+    def _distributed(self, n: Node) -> Any:
+        """Stands for ``n``, which reads DTensors: a trace of it would show one rank's part of them, or fail.
+
+        make_fx cannot follow DTensors, so those that come out are not in the view; a local tensor is an opaque node.
+        """
+        if written_node(n) is not None:
+            raise CaptureError(f"{n.name} writes in place to a distributed tensor, whose local part others may hold")
+        value = n.meta["example_value"]
+        if any(map(is_distributed, pytree.tree_leaves(value))):
+            return value
+        return self._opaque(n)
 
     def _opaque(self, n: Node) -> Any:
         """Stands for ``n`` by its recorded value, so that matching can see around it but never through it."""
@@ -199,6 +193,26 @@ class _ViewTracer(Interpreter):
                 results.setdefault(by_name[name], []).extend(nodes)
         opaque = frozenset(by_name[name] for name in self._opaque_names if name in by_name)
         return AtenView(view.graph, self.module, origin, results, self._state, opaque)
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
+)
+
+
+def written_node(node: Node) -> Node | None:
+    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
+    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
+    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
+
+
+def is_distributed(value: object) -> bool:
+    """Whether ``value`` is a DTensor."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # there are none before somebody imports it
+    return tensors is not None and isinstance(value, tensors.DTensor)
 
 
 def _opaque_value() -> None:

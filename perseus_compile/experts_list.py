@@ -20,14 +20,14 @@ from perseus_compile.lower import check_tokens, token_arg, whole_arg
 
 _LISTS = "Tensor[] gate_up, Tensor[] gate_up_bias, Tensor[] down, Tensor[] down_bias"
 _NUMBERS = (
-    "str weight_layout, str gate_layout, str activation, float[] activation_params, str weight_on, "
-    "int num_experts, int expert_offset"
+    "int num_experts, str weight_layout='out_in', str gate_layout='concatenated', str activation='silu', "
+    "float[] activation_params=[], str weight_on='output', int expert_offset=0"
 )
 SCHEMAS = {
     "experts_list": f"experts_list(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_LISTS}, {_NUMBERS}) -> Tensor",
     "experts_list_backward": (
-        f"experts_list_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_LISTS}, {_NUMBERS}, "
-        "bool[] needs_grad) -> Tensor[]"
+        f"experts_list_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_LISTS}, "
+        f"bool[] needs_grad, {_NUMBERS}) -> Tensor[]"
     ),
 }
 _NUM_TENSORS = 7  # arguments that are tensors or lists of tensors: x, ids, weights and the four lists
@@ -48,8 +48,9 @@ class _Call(NamedTuple):
 
 def _checked(args: Sequence[Any]) -> _Call:
     tokens, lists, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TOKEN_TENSORS:_NUM_TENSORS], args[_NUM_TENSORS:]
-    named = dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=True))
-    spec = ExpertsSpec(**{**named, "activation_params": tuple(named["activation_params"])})
+    # The fields of the spec are the numbers of the schema, and the dispatcher leaves defaults at the end out.
+    named = dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=False))
+    spec = ExpertsSpec(**{**named, "activation_params": tuple(named.get("activation_params", ()))})
     facts = [[whole_arg(tensor) for tensor in tensors] for tensors in lists]
     lower.check_experts(lower.listed_args([token_arg(tensor) for tensor in tokens], facts, spec), spec)
     x_TD, ids_TK, weights_TK = tokens
@@ -73,18 +74,21 @@ def _forward_fake(*args: Any) -> Tensor:
     return x_TD.new_empty(x_TD.shape)
 
 
+def _split_backward(args: Sequence[Any]) -> tuple[_Call, list[bool], Sequence[Any]]:
+    numbers = args[_NUM_TENSORS + 1 :]
+    return _checked((*args[:_NUM_TENSORS], *numbers)), args[_NUM_TENSORS], numbers
+
+
 def _backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
-    *args_of_experts, needs_grad = args
-    call = _checked(args_of_experts)
+    call, needs_grad, numbers = _split_backward(args)
     check_tokens(call.x_TD, grad=grad_TD)
     if _is_captured(grad_TD):
-        return _backward_of_stacks(grad_TD, call, args_of_experts[_NUM_TENSORS:], needs_grad)
+        return _backward_of_stacks(grad_TD, call, numbers, needs_grad)
     return listed.backward(grad_TD, call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec, needs_grad)
 
 
 def _backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
-    *args_of_experts, needs_grad = args
-    call = _checked(args_of_experts)
+    call, needs_grad, _ = _split_backward(args)
     check_tokens(call.x_TD, grad=grad_TD)
     tensors = zip((call.x_TD, call.weights_TK, *call.experts.all()), needs_grad, strict=True)
     return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed]
@@ -124,7 +128,7 @@ def _backward_of_stacks(
     need_lists = [[next(left) for _ in tensors] for tensors in lists]
     wanted = [need_x, need_weights, *(any(needs) for needs in need_lists)]
     tokens = (call.x_TD, call.ids_TK, call.weights_TK)
-    found = iter(torch.ops.perseus.experts_backward(grad_TD, *tokens, *_stacks(experts), *numbers, wanted))
+    found = iter(torch.ops.perseus.experts_backward(grad_TD, *tokens, *_stacks(experts), wanted, *numbers))
     grads = [next(found) for needed in wanted[:2] if needed]
     for tensors, needs in zip(lists, need_lists, strict=True):
         if any(needs):
@@ -154,11 +158,12 @@ def _derivative(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
     lists = [[next(saved) for _ in range(length)] for length in ctx.lengths]
     need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_NUM_TENSORS]
     needs_grad = [need_x, need_weights, *(needed for each in need_lists for needed in each)]
-    found = iter(torch.ops.perseus.experts_list_backward(grad_TD, *tokens, *lists, *ctx.numbers, needs_grad))
+    found = iter(torch.ops.perseus.experts_list_backward(grad_TD, *tokens, *lists, needs_grad, *ctx.numbers))
     grad_x, grad_weights = (next(found) if needed else None for needed in (need_x, need_weights))
     grads_of_lists = [[next(found) if needed else None for needed in each] for each in need_lists]
-    # NOTE: torch takes any empty list for a list of tensors, and wants a list back.
-    of_numbers: list[Any] = [[] if number == [] else None for number in ctx.numbers]
+    # NOTE: torch takes an empty list for a list of tensors, and wants a list back; it passed no defaults at the end.
+    given = ctx.numbers[: len(ctx.needs_input_grad) - _NUM_TENSORS]
+    of_numbers: list[Any] = [[] if number == [] else None for number in given]
     return grad_x, None, grad_weights, *grads_of_lists, *of_numbers
 
 

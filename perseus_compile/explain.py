@@ -16,14 +16,15 @@ from torch._dynamo.eval_frame import OptimizedModule
 from perseus_compile import observe, report_table
 from perseus_compile.backend import CAPTURE_SETTINGS, perseus
 from perseus_compile.cuda_report import BucketReport
+from perseus_compile.facts import Check
 from perseus_compile.graph_breaks import RecordedBreak, fresh_dynamo, layers_around, record_graph_breaks
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 
 PREPARE = "before compiling: perseus_compile.prepare(model)"
 COMPILE = "instead of torch.compile: perseus_compile.compile(model)"
 REWRITE_LOOP = (
-    "no setting captures this line: loop over all experts, `for e in range(num_experts)`, instead of those that were "
-    "hit, then perseus_compile.compile(model)"
+    "no setting captures this loop: go over all experts, `for e in range(num_experts)`, instead of those that were "
+    "hit, with no branch on their token counts, then perseus_compile.compile(model)"
 )
 NOT_FOUND = (
     "it owns experts, but the captured graphs hold no top-k choice, expert maps and weighted sum that belong to it"
@@ -44,6 +45,7 @@ class ExplainedLayer:
     nodes_after: int | None = None
     graph_diff: str = ""  # the lines of the graph that the rewrite changed
     cuda: tuple[BucketReport, ...] = ()  # how the experts will run on a GPU, a row per token bucket
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False)  # what the stages asked, in order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,17 @@ class Report:
     def __str__(self) -> str:
         return report_table.as_text(self)
 
+    def why(self, layer: str) -> str:
+        """The checks of one layer in order, with the answer to each, and the graph breaks inside it, as text.
+
+        Args:
+            layer: the path of a MoE layer or of a module around one, as in ``layers`` and ``graph_breaks``.
+
+        Raises:
+            OptionError: the model has no MoE layer there.
+        """
+        return report_table.why_as_text(self, layer)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -92,16 +105,17 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     modules = find_moe_modules(model) if isinstance(model, nn.Module) else []
     graphs, breaks = _observe(model, args, kwargs)
     cut = [layers_around(record.stack, modules) for record in breaks]
-    remaining = {record.stack[-1] for record in breaks}
+    uncured = {module.path for inside in cut for module in inside}
     if any(inside and not _can_prepare(model, inside) for inside in cut):
         # NOTE: some loops that merely break make Dynamo raise under these settings; then nothing is cured.
         with contextlib.suppress(Exception), torch._dynamo.config.patch(CAPTURE_SETTINGS):
-            remaining = {record.stack[-1] for record in _observe(model, args, kwargs)[1]}
+            left = [layers_around(record.stack, modules) for record in _observe(model, args, kwargs)[1]]
+            uncured = {module.path for inside in left for module in inside}
     layers = tuple(_explained_layers(graphs))
     return Report(
         layers=(*layers, *_not_found(modules, layers, cut=[module for inside in cut for module in inside])),
         graph_breaks=tuple(
-            _explained_break(record, inside, _advice(model, inside, record.stack[-1] in remaining))
+            _explained_break(record, inside, _advice(model, inside, uncured))
             for record, inside in zip(breaks, cut, strict=True)
         ),
         num_graphs=len(graphs),
@@ -145,9 +159,12 @@ def _explained_layers(graphs: list[observe.GraphReport]) -> Iterator[ExplainedLa
                 nodes_after=layer.nodes_after,
                 graph_diff=layer.graph_diff,
                 cuda=layer.cuda,
+                checks=layer.checks,
             )
         for refusal in graph.refusals:
-            yield ExplainedLayer(graph=index, layer=refusal.layer, status="refused", reason=refusal.reason)
+            yield ExplainedLayer(
+                graph=index, layer=refusal.layer, status="refused", reason=refusal.reason, checks=refusal.checks
+            )
 
 
 def _not_found(
@@ -178,12 +195,13 @@ def _explained_break(record: RecordedBreak, layers: list[MoEModule], advice: str
     )
 
 
-def _advice(model: Callable[..., Any], layers: list[MoEModule], breaks_under_capture_settings: bool) -> str | None:
+def _advice(model: Callable[..., Any], layers: list[MoEModule], uncured: set[str]) -> str | None:
+    """The line that cures a break in ``layers``; ``uncured`` are those that break under the capture settings too."""
     if not layers:
         return None
     if _can_prepare(model, layers):
         return PREPARE
-    return REWRITE_LOOP if breaks_under_capture_settings else COMPILE
+    return REWRITE_LOOP if any(layer.path in uncured for layer in layers) else COMPILE
 
 
 def _can_prepare(model: Callable[..., Any], layers: list[MoEModule]) -> bool:

@@ -20,6 +20,7 @@ WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
+Stage = Literal["capture", "match", "plan"]
 # Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
 Weights: TypeAlias = "Node | tuple[Node, ...]"
 LIST_AXES = (2, 1, 2, 1)  # of one expert's gate_up, gate_up_bias, down and down_bias
@@ -29,21 +30,23 @@ LIST_AXES = (2, 1, 2, 1)  # of one expert's gate_up, gate_up_bias, down and down
 class RoutingSpec:
     """How scores become (weights, expert ids): the numbers of ``perseus::moe`` that belong to the router.
 
+    Defaults are those of the op, which has some for the dtypes, too (``default_dtypes``).
+
     ``softmax_topk``: softmax over all experts, then top-k. ``topk_softmax``: top-k of the logits, then softmax over the
     chosen. ``sigmoid_topk``: sigmoid; the choice is made on score + correction bias, inside the best groups; the weight
     is the score without the bias.
     """
 
-    routing: Routing
     top_k: int
+    router_dtype: torch.dtype  # x and router weight are cast to it before the logits are computed
+    score_dtype: torch.dtype  # softmax or sigmoid is computed and returned in it
+    weights_dtype: torch.dtype  # the weights are rounded to it once, after renormalising and before scaling
+    routing: Routing = "softmax_topk"
     renormalize: bool = False  # divide the chosen scores by their sum (+ renormalize_eps)
     renormalize_eps: float = 0.0
     routing_scale: float = 1.0  # multiplies the weights after renormalising
     num_groups: int = 1  # experts form this many equal groups
     topk_groups: int = 1  # only the best so many groups (by the sum of their two best scores) may be chosen from
-    router_dtype: torch.dtype  # x and router weight are cast to it before the logits are computed
-    score_dtype: torch.dtype  # softmax or sigmoid is computed and returned in it
-    weights_dtype: torch.dtype  # the weights are rounded to it once, after renormalising and before scaling
 
     def as_kwargs(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -51,20 +54,53 @@ class RoutingSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """What the experts compute: the numbers of ``perseus::experts`` that are not tensors."""
+    """What the experts compute: the numbers of ``perseus::experts`` that are not tensors. Defaults are the op's."""
 
-    weight_layout: WeightLayout  # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
+    num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
+    # out_in: gate_up [E, 2F, D], down [E, D, F]; in_out: [E, D, 2F] and [E, F, D]
+    weight_layout: WeightLayout = "out_in"
     # concatenated: [gate; up] along 2F; interleaved: gate0, up0, gate1, ...; none: no gate, F instead of 2F
-    gate_layout: GateLayout
-    activation: Activation
+    gate_layout: GateLayout = "concatenated"
+    activation: Activation = "silu"
     activation_params: tuple[float, ...] = ()  # lower.ACTIVATION_PARAMS names them
     weight_on: WeightOn = "output"  # the routing weight multiplies an expert's output, or its input row
-    num_experts: int  # E over all ranks; ids outside [expert_offset, expert_offset + local experts) are skipped
     expert_offset: int = 0  # id of the first expert whose weights are passed
 
     def as_kwargs(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "activation_params": list(self.activation_params)}
+
+
+def default_dtypes(x_dtype: torch.dtype) -> dict[str, Any]:
+    """Those dtypes of a router that ``perseus::moe`` takes where they are None."""
+    return {"router_dtype": x_dtype, "score_dtype": torch.float32, "weights_dtype": torch.float32}
+
+
+def op_arguments(spec: RoutingSpec | ExpertsSpec, x_dtype: torch.dtype) -> dict[str, Any]:
+    """The keyword arguments by which a perseus op learns ``spec``; those that have their default are left out."""
+    defaults = {field.name: field.default for field in dataclasses.fields(spec)}
+    if isinstance(spec, RoutingSpec):
+        defaults |= default_dtypes(x_dtype)
+    return {name: value for name, value in spec.as_kwargs().items() if getattr(spec, name) != defaults[name]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One question that a stage asked about a layer, and the answer.
+
+    Attributes:
+        stage: the stage that asked.
+        name: a rule of recognition, or what must hold around the layer; "-" where no rule reads the node.
+        node: the operator that it was asked about; empty where it is about the whole layer.
+        passed: False where the answer is the sentence of a refusal.
+        finding: what was found, or that sentence.
+    """
+
+    stage: Stage
+    name: str
+    node: str = ""
+    passed: bool
+    finding: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +124,8 @@ class MoEMatch:
     [T], and routing weights too. Tuples of weights are the lists of ``perseus::experts_list``, where a stack stands for
     its entries. ``output`` becomes the perseus node; where the layer writes its sum in place, ``written`` are the other
     nodes that are the written tensor, the first of them before any write. ``symbols`` are numbers that Dynamo made
-    inputs of the graph and that the rewrite fixes; each takes a guard.
+    inputs of the graph and that the rewrite fixes; each takes a guard. ``checks`` are what was asked about the layer,
+    in order.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -108,6 +145,7 @@ class MoEMatch:
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
     written: tuple[Node, ...] = ()
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def experts(self) -> tuple[Weights, Weights | None, Weights, Weights | None]:
@@ -125,9 +163,10 @@ class Refusal:
     """A place that looked like a MoE layer and keeps its own code, and the sentence that says why."""
 
     layer: str
-    stage: Literal["capture", "match", "plan"]
+    stage: Stage
     reason: str
     node: str  # name of the node in Dynamo's graph at which the stage stopped
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +175,7 @@ class MoEPlan:
 
     op: Literal["experts", "experts_list", "moe"]
     why: str  # one clause for explain()
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

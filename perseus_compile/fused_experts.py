@@ -102,17 +102,16 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor, "Tenso
 
 
 class Plan(NamedTuple):
-    """What was found out about a call site: a kernel and its parameters, or why there is none.
+    """What was found out about a call site: a launch of the fused kernel, or why there is none.
 
     Good for as long as the expert weights and biases that it was made from stay where they are.
     """
 
-    kernel: MoeKernel | None
-    prepared: Prepared | None
-    reason: str | None  # None: ``run`` has a result
+    prepared: Prepared | None  # None, and no reason: there is no row for any expert
+    reason: str | None
 
-    def run(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Tensor | None:
-        """The output [T, D], fresh and contiguous; None where there is a ``reason``.
+    def run(self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None) -> Tensor:
+        """The output [T, D], fresh and contiguous; only where there is no ``reason``.
 
         Ids and weights are None where the launch has a router. The device of the tensors must be the current one.
 
@@ -120,9 +119,9 @@ class Plan(NamedTuple):
             PeerTimeout: an earlier launch on this device ran into its deadline.
             LaunchError: the driver refuses the launch.
         """
-        if self.kernel is not None and self.prepared is not None:
-            return self.kernel.run(self.prepared, x_TD, ids_TK, weights_TK)
-        return x_TD.new_zeros(x_TD.shape) if self.reason is None else None
+        if self.prepared is not None:
+            return self.prepared.run(x_TD, ids_TK, weights_TK)
+        return x_TD.new_zeros(x_TD.shape)
 
 
 def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None = None) -> Plan:
@@ -135,17 +134,17 @@ def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None 
     """
     x_TD, ids_TK, _, gate_up, gate_up_bias, down, _ = tensors
     if ids_TK.numel() == 0 or gate_up.shape[0] == 0:  # no row for any expert: a launch has nothing to cut into tiles
-        return Plan(None, None, None)
+        return Plan(None, None)
     reason = why_not(*tensors, spec)
     if reason is not None:
-        return Plan(None, None, reason)
+        return Plan(None, reason)
     plain_covers = grouped.unsupported_reason(x_TD, gate_up, down, spec) is None
     plan = cuda_plan.plan_of_call(x_TD, ids_TK, gate_up, gate_up_bias, down, spec, plain_covers=plain_covers)
     _log.debug("%s", plan)
     if plan.tiles is None:
-        return Plan(None, None, f"the plain path is {plan.reason}")
+        return Plan(None, f"the plain path is {plan.reason}")
     if router is not None and not TILE_CONFIGS[plan.tiles].may_route:
-        return Plan(None, None, f"a launch with tiles for many rows has no router, got {x_TD.shape[0]} tokens")
+        return Plan(None, f"a launch with tiles for many rows has no router, got {x_TD.shape[0]} tokens")
     variant = spec_for(
         plan.tiles,
         weight_layout=spec.weight_layout,
@@ -155,9 +154,9 @@ def make_plan(tensors: _Tensors, spec: ExpertsSpec, router: LaunchRouter | None 
     )
     kernel = kernel_for(variant, x_TD.device.index)
     if kernel is None:
-        return Plan(None, None, f"the kernel for {variant} could not be built or loaded; see the log")
+        return Plan(None, f"the kernel for {variant} could not be built or loaded; see the log")
     prepared = kernel.prepare(*tensors, spec, num_column_groups=plan.column_groups, router=router)
-    return Plan(kernel, prepared, None)
+    return Plan(prepared, None)
 
 
 def run_experts(
@@ -172,4 +171,4 @@ def run_experts(
 ) -> Tensor | None:
     """Plans one call and runs it; None where the fused kernel cannot (``why_not``). The ops keep their plans."""
     plan = make_plan((x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias), spec)
-    return plan.run(x_TD, ids_TK, weights_TK)
+    return plan.run(x_TD, ids_TK, weights_TK) if plan.reason is None else None

@@ -74,7 +74,7 @@ def make_plan(router: Router, x_TD: Tensor, expert_tensors: tuple[Any, ...], spe
     """
     reason = why_apart(router, x_TD)
     if reason is not None:
-        return fused_experts.Plan(None, None, reason)
+        return fused_experts.Plan(None, reason)
     num_tokens, num_experts = x_TD.shape[0], router.weight_ED.shape[0]
     params = fused_router.route_params(router.spec, num_tokens, num_experts, torch.bfloat16, router.correction_bias_E)
     weights_TK = torch.empty((num_tokens, router.spec.top_k), dtype=torch.float32, device="meta")

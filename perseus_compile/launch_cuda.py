@@ -47,9 +47,9 @@ class CudaCall(NamedTuple):
         if not _is_current(x_TD):
             with torch.cuda.device(x_TD.device):
                 return self.forward(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias)
-        fused = self.plan.run(x_TD, ids_TK, weights_TK)
-        if fused is not None:
-            return fused
+        plan = self.plan
+        if plan.reason is None:
+            return plan.run(x_TD, ids_TK, weights_TK)
         assert ids_TK is not None and weights_TK is not None, "a plan with a router has no reason"
         return grouped.forward(x_TD, ids_TK, weights_TK, gate_up, gate_up_bias, down, down_bias, self.spec)
 
@@ -202,6 +202,6 @@ class CudaMoe(NamedTuple):
             with torch.cuda.device(x_TD.device):
                 return self.forward(x_TD, router_weight_ED, router_bias_E, correction_bias_E, *expert_tensors)
         if self.router is None:
-            return self.experts.forward(x_TD, None, None, *expert_tensors)
+            return self.experts.plan.run(x_TD, None, None)
         weights_TK, ids_TK = self.router.run(x_TD, router_weight_ED, router_bias_E, correction_bias_E)
         return self.experts.forward(x_TD, ids_TK, weights_TK, *expert_tensors)

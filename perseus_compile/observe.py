@@ -6,20 +6,21 @@ import contextlib
 import contextvars
 import dataclasses
 import difflib
+import functools
 import itertools
 import logging
 import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
 from torch._logging._internal import trace_structured
-from torch.fx import Graph
+from torch.fx import Node
 
-from .facts import Refusal
+from .facts import Check, Refusal
 
 if TYPE_CHECKING:
     from .cuda_report import BucketReport
@@ -39,8 +40,9 @@ class LayerReport:
         op: the op that it became, "moe", "experts" or "experts_list".
         nodes_before, nodes_after: nodes of Dynamo's graph around this rewrite.
         why: one clause on the choice of op.
-        graph_diff: lines of the graph that this rewrite changed.
+        lines_before, lines_after: the part of the graph that this rewrite may change, a line per node.
         cuda: how the experts will run on a GPU, a row per token bucket; empty elsewhere, and outside of ``collect``.
+        checks: what matching and planning asked about the layer, in order.
     """
 
     layer: str
@@ -49,8 +51,16 @@ class LayerReport:
     nodes_before: int
     nodes_after: int
     why: str
-    graph_diff: str
+    lines_before: tuple[str, ...] = dataclasses.field(repr=False)
+    lines_after: tuple[str, ...] = dataclasses.field(repr=False)
     cuda: tuple[BucketReport, ...] = ()
+    checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False)
+
+    @functools.cached_property
+    def graph_diff(self) -> str:
+        """The lines that differ, with ``-`` and ``+``; nothing of what stayed. Made when it is asked for."""
+        diff = difflib.unified_diff(_wrapped(self.lines_before), _wrapped(self.lines_after), lineterm="", n=0)
+        return "\n".join(line for line in diff if not line.startswith(("---", "+++", "@@")))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -110,7 +120,8 @@ def publish(report: GraphReport) -> None:
         change = layer.nodes_after - layer.nodes_before
         log.info("%s: rewritten to perseus::%s (%s); nodes: %d -> %d (%d)", layer.layer, layer.op, layer.why,
                  layer.nodes_before, layer.nodes_after, change)  # fmt: skip
-        log.debug("%s:\n%s", layer.layer, layer.graph_diff)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s:\n%s", layer.layer, layer.graph_diff)
     for refusal in report.refusals:
         log.info("%s: not rewritten (%s): %s", refusal.layer, refusal.stage, refusal.reason)
     log.debug("graph %d: seconds by stage: %s", report.index, report.seconds)
@@ -127,23 +138,43 @@ def trace_graph(name: str, gm: torch.fx.GraphModule) -> None:
     )
 
 
-def graph_lines(graph: Graph) -> list[str]:
-    """Each node as a line (long ones wrapped): what ``graph_diff`` compares."""
-    lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            continue
-        value = node.meta.get("example_value")
-        shape = f"  # {_kind(value)}" if isinstance(value, torch.Tensor) else ""
-        line = f"{_short(str(node.format_node()))}{shape}"
-        lines.extend(textwrap.wrap(line, width=_LINE_WIDTH, subsequent_indent="    ", break_long_words=False))
-    return lines
+class GraphPart:
+    """The part of a graph that a rewrite of ``nodes`` into the last of them may change.
+
+    Made before the rewrite and read before and after it: from the first of the nodes to the last, and the readers of
+    the last, whose lines name it.
+    """
+
+    def __init__(self, nodes: Iterable[Node], output: Node) -> None:
+        nodes = [output, *nodes]
+        self._before, self._after = min(nodes).prev, max(nodes).next
+        while self._after in output.users:
+            self._after = self._after.next
+        last = self._after.prev
+        self._readers = [user for user in sorted(output.users) if user > last]
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(_line(node) for node in self._nodes() if node.op != "placeholder")
+
+    def _nodes(self) -> Iterator[Node]:
+        node = self._before.next
+        while node is not self._after:
+            yield node
+            node = node.next
+        yield from self._readers
 
 
-def graph_diff(before: list[str], after: list[str]) -> str:
-    """The lines that differ, with ``-`` and ``+``; nothing of what stayed."""
-    diff = difflib.unified_diff(before, after, lineterm="", n=0)
-    return "\n".join(line for line in diff if not line.startswith(("---", "+++", "@@")))
+def _line(node: Node) -> str:
+    value = node.meta.get("example_value")
+    return f"{node.format_node()}  # {_kind(value)}" if isinstance(value, torch.Tensor) else str(node.format_node())
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(_short(line), width=_LINE_WIDTH, subsequent_indent="    ", break_long_words=False)
+    ]
 
 
 _DTYPES = {

@@ -5,12 +5,13 @@ A plan may say no: the answer is then a ``Refusal`` with a sentence, and the lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import Node
 
 from . import grouped
+from .conditions import Condition, ask
 from .errors import UnsupportedMoE
 from .facts import LIST_AXES, MoEMatch, MoEPlan, Refusal, RouterMatch, Weights, nodes_of
 from .lower import (
@@ -32,30 +33,36 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     Where the layer holds numbers that Dynamo made inputs of the graph (under ``dynamic=True`` every Python float of a
     module is one), rewriting fixes them in the op, and this adds the guards that say so. Token counts are never fixed.
     """
-    x = match.x_TD.meta["example_value"]
-    if x.device.type not in ("cpu", "cuda"):
-        return _refuse(match, f"perseus ops run on cpu and cuda, the layer is on {x.device}")
-    if x.dtype not in SUPPORTED_DTYPES:
-        supported = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
-        return _refuse(match, f"the layer's dtype must be one of {supported}, got {x.dtype}")
-    illegal = _illegal_experts(match)
-    if illegal is not None:
-        return _refuse(match, illegal)
-    is_stacked = isinstance(match.gate_up, Node)
-    if x.device.type == "cuda" and is_stacked:
-        # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
-        uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
-        if uncovered is not None:
-            return _refuse(match, uncovered)
+    checks = list(match.checks)
+    reason = ask(_conditions(match), "plan", checks)
+    if reason is not None:
+        return Refusal(layer=match.layer, stage="plan", reason=reason, node=match.output.name, checks=tuple(checks))
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
-    if not is_stacked:
-        return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}")
+    if not isinstance(match.gate_up, Node):
+        return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}", checks=tuple(checks))
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
+    if match.router is not None:
+        ask([Condition("op covers the router", apart)], "plan", checks)
     if apart is None:
-        return MoEPlan(op="moe", why="router and experts are one node")
-    return MoEPlan(op="experts", why=f"experts alone: {apart}")
+        return MoEPlan(op="moe", why="router and experts are one node", checks=tuple(checks))
+    return MoEPlan(op="experts", why=f"experts alone: {apart}", checks=tuple(checks))
+
+
+def _conditions(match: MoEMatch) -> Iterator[Condition]:
+    """What must hold so that the op runs wherever the layer's own code did."""
+    x = match.x_TD.meta["example_value"]
+    has_device = x.device.type in ("cpu", "cuda")
+    yield Condition("device", None if has_device else f"perseus ops run on cpu and cuda, the layer is on {x.device}")
+    supported = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+    has_dtype = x.dtype in SUPPORTED_DTYPES
+    yield Condition("dtype", None if has_dtype else f"the layer's dtype must be one of {supported}, got {x.dtype}")
+    yield Condition("op covers the experts", _illegal_experts(match))
+    if x.device.type == "cuda" and isinstance(match.gate_up, Node):
+        # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
+        uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
+        yield Condition("plain path covers the experts", uncovered)
 
 
 def _illegal_experts(match: MoEMatch) -> str | None:
@@ -112,7 +119,3 @@ def _value(node: Node) -> torch.Tensor:
 
 def _whole_arg(node: Node | None) -> Arg | None:
     return None if node is None else whole_arg(_value(node))
-
-
-def _refuse(match: MoEMatch, reason: str) -> Refusal:
-    return Refusal(layer=match.layer, stage="plan", reason=reason, node=match.output.name)

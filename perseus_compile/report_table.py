@@ -10,6 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from perseus_compile.errors import OptionError
+
 if TYPE_CHECKING:
     from perseus_compile.cuda_report import BucketReport
     from perseus_compile.explain import ExplainedBreak, ExplainedLayer, Report
@@ -29,9 +31,60 @@ def render(report: Report) -> RenderableType:
 
 def as_text(report: Report) -> str:
     """The tables without colour, for logs and files."""
+    return _as_text(render(report))
+
+
+def _as_text(rendered: RenderableType) -> str:
     text = io.StringIO()
-    Console(file=text, width=_PLAIN_WIDTH, color_system=None).print(render(report))
+    Console(file=text, width=_PLAIN_WIDTH, color_system=None).print(rendered)
     return text.getvalue().rstrip()
+
+
+def render_why(report: Report, layer: str) -> RenderableType:
+    """The checks of ``layer``, and the graph breaks inside it.
+
+    Raises:
+        OptionError: the report has no such layer.
+    """
+    layers = [row for row in report.layers if _is_at(row.layer, layer)]
+    breaks = [row for row in report.graph_breaks if any(_is_at(path, layer) for path in row.moe_layers)]
+    if not layers and not breaks:
+        known = dict.fromkeys(row.layer for row in report.layers)
+        known |= dict.fromkeys(path for row in report.graph_breaks for path in row.moe_layers)
+        raise OptionError(
+            f"the layer must be one of the model's MoE layers ({', '.join(known) or 'it has none'}) or a module around "
+            f"one, got {layer!r}"
+        )
+    parts: list[RenderableType] = []
+    for row in layers:
+        parts += [_check_table(row)] if row.checks else []
+        parts.append(_outcome(row))
+    if breaks:
+        parts.append(_break_table(tuple(breaks)))
+    return Group(*parts)
+
+
+def why_as_text(report: Report, layer: str) -> str:
+    return _as_text(render_why(report, layer))
+
+
+def _is_at(path: str, layer: str) -> bool:
+    return path == layer or path.startswith(f"{layer}.")
+
+
+def _check_table(row: ExplainedLayer) -> Table:
+    table = Table(title=f"{row.layer}, graph {'-' if row.graph is None else row.graph}", title_justify="left")
+    for heading in ("stage", "check", "at", "passed", "finding"):
+        table.add_column(heading, overflow="fold")
+    for check in row.checks:
+        passed = Text("yes", style="green") if check.passed else Text("no", style="yellow")
+        table.add_row(check.stage, check.name, Text(check.node or "-"), passed, Text(check.finding))
+    return table
+
+
+def _outcome(row: ExplainedLayer) -> Text:
+    into = f" to perseus::{row.op}" if row.op else ""
+    return Text(f"{row.layer}: {row.status}{into}: {row.reason}\n")
 
 
 def _layer_table(layers: tuple[ExplainedLayer, ...]) -> Table:

@@ -125,4 +125,4 @@ def _call_of(
     if kernel is None:
         raise BuildError(f"the kernel for {variant} must be built to be measured, it could not be; see the log")
     prepared = kernel.prepare(*tensors, spec, num_column_groups=candidate.column_groups)
-    return lambda: kernel.run(prepared, *tensors[:3])
+    return lambda: prepared.run(*tensors[:3])

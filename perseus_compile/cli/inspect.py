@@ -17,6 +17,7 @@ from perseus_compile.cli.models import DType, Width, random_model, require_trans
 from perseus_compile.doctor import Finding, diagnose
 from perseus_compile.explain import Report
 from perseus_compile.explain import explain as explain_model
+from perseus_compile.report_table import render_why
 from perseus_compile.testing.models import random_tokens
 
 Everything = Annotated[bool, typer.Option("--all", help="every MoE family of the installed transformers, tiny")]
@@ -29,6 +30,10 @@ DTypeOption = Annotated[DType, typer.Option(help="dtype of the weights")]
 Implementation = Annotated[
     str, typer.Option(help="how the experts run, for set_experts_implementation: grouped_mm, batched_mm, eager")
 ]
+Why = Annotated[
+    str | None,
+    typer.Option(metavar="LAYER", help="the chain of checks of one layer, by its path or a module around it"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of a table")]
 
 
@@ -39,6 +44,7 @@ def explain(
     width: WidthOption = Width.reduced,
     dtype: DTypeOption = DType.float32,
     implementation: Implementation = "grouped_mm",
+    why: Why = None,
     as_json: AsJson = False,
 ) -> None:
     """Which MoE layers of a model are rewritten, which not, and why. Weights are random; nothing is downloaded."""
@@ -51,7 +57,7 @@ def explain(
     if as_json:
         typer.echo(report.to_json())
     else:
-        results().print(report)
+        results().print(render_why(report, why) if why is not None else report)
 
 
 def diff(

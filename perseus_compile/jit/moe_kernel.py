@@ -77,11 +77,41 @@ class LaunchRouter(NamedTuple):
     params: abi.RouteParams
 
 
-class Prepared(NamedTuple):
+class Prepared:
     """One call site: launches that lack nothing but the addresses that change."""
 
-    launcher: _C.KernelLauncher
-    layout: abi.WorkspaceLayout
+    def __init__(self, launcher: _C.KernelLauncher, layout: abi.WorkspaceLayout, device_index: int) -> None:
+        self.layout = layout
+        self.launch = launcher.launch
+        self._device_index, self._workspace_bytes = device_index, layout.total_bytes
+
+    def run(
+        self, x_TD: Tensor, ids_TK: Tensor | None, weights_TK: Tensor | None, workspace: Tensor | None = None
+    ) -> Tensor:
+        """The output, [T, D], fresh and contiguous; T, K and E >= 1.
+
+        Ids and weights are None where the launch has a router. The kernel's device must be the current one.
+
+        Raises:
+            PeerTimeout: an earlier launch on this device ran into its deadline.
+            LaunchError: the driver refuses the launch.
+        """
+        out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        stream = driver.current_stream(self._device_index)
+        ids = 0 if ids_TK is None else ids_TK.data_ptr()
+        weights = 0 if weights_TK is None else weights_TK.data_ptr()
+        if workspace is not None:
+            launched = self.launch(stream, x_TD.data_ptr(), ids, weights, out_TD.data_ptr(), workspace.data_ptr())
+        else:
+            address = driver.allocate(self._workspace_bytes, stream)
+            try:
+                launched = self.launch(stream, x_TD.data_ptr(), ids, weights, out_TD.data_ptr(), address)
+            finally:
+                driver.free(address)
+        if not launched:
+            raise_timeout(self._device_index)
+            return self.run(x_TD, ids_TK, weights_TK, workspace)
+        return out_TD
 
 
 class MoeKernel:
@@ -212,40 +242,7 @@ class MoeKernel:
             shared_bytes=self.shared_bytes,
             control=control,
         )
-        return Prepared(launcher, layout)
-
-    def run(
-        self,
-        prepared: Prepared,
-        x_TD: Tensor,
-        ids_TK: Tensor | None,
-        weights_TK: Tensor | None,
-        workspace: Tensor | None = None,
-    ) -> Tensor:
-        """The output, [T, D], fresh and contiguous; T, K and E >= 1.
-
-        Ids and weights are None where the call was prepared with a router. The kernel's device must be the current one.
-
-        Raises:
-            PeerTimeout: an earlier launch on this device ran into its deadline.
-            LaunchError: the driver refuses the launch.
-        """
-        out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-        stream = driver.current_stream(self.device_index)
-        choices = [0 if one is None else one.data_ptr() for one in (ids_TK, weights_TK)]
-        addresses = (x_TD.data_ptr(), *choices, out_TD.data_ptr())
-        if workspace is not None:
-            launched = prepared.launcher.launch(stream, *addresses, workspace.data_ptr())
-        else:
-            address = driver.allocate(prepared.layout.total_bytes, stream)
-            try:
-                launched = prepared.launcher.launch(stream, *addresses, address)
-            finally:
-                driver.free(address)
-        if not launched:
-            raise_timeout(self.device_index)
-            return self.run(prepared, x_TD, ids_TK, weights_TK, workspace)
-        return out_TD
+        return Prepared(launcher, layout, self.device_index)
 
 
 def raise_timeout(device_index: int) -> None:

@@ -1,7 +1,7 @@
 """How long does the host take to launch a call, and where does the time go? Microseconds of Python and driver.
 
 Parts, the ``part`` of a row: ``launch``, the C++ launcher alone; ``allocate``, the output and the workspace; ``run``,
-``MoeKernel.run``, which is both; ``site``, finding the plan of a call; ``bare_op``, an op with the schema of
+``Prepared.run``, which is both; ``site``, finding the plan of a call; ``bare_op``, an op with the schema of
 ``perseus::experts`` whose kernel returns x, which no implementation in Python can beat; ``experts`` and ``moe``, the
 ops. The GPU works behind the host and its queue is never full, so that no launch waits for it.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perseus_compile import fused_experts, ops
 from perseus_compile.call_sites import experts_site
-from perseus_compile.facts import RoutingSpec
+from perseus_compile.facts import RoutingSpec, op_arguments
 from perseus_compile.jit import driver
 from perseus_compile.testing import cuda_timing
 from perseus_compile.testing.bench_rows import Row, rotations, row
@@ -76,8 +76,7 @@ def measure(case: Case, num_tokens: int, *, rounds: int = 100, commit: str | Non
 def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
     experts, router = _random_tensors(case, num_tokens)
     x_TD, ids_TK, weights_TK = experts[:3]
-    numbers = tuple(case.experts.as_kwargs().values())
-    experts_args = (*experts, *numbers)
+    numbers = op_arguments(case.experts, x_TD.dtype)
     routing = RoutingSpec(
         routing="softmax_topk",
         top_k=case.top_k,
@@ -86,28 +85,27 @@ def _contestants(case: Case, num_tokens: int) -> dict[str, Callable[[], Any]]:
         score_dtype=torch.float32,
         weights_dtype=torch.float32,
     )
-    moe_args = (x_TD, router, None, None, *experts[3:], *routing.as_kwargs().values(), *numbers)
-    plan = fused_experts.make_plan(experts, case.experts)
-    assert plan.kernel is not None and plan.prepared is not None, plan.reason
-    kernel, prepared = plan.kernel, plan.prepared
+    moe_args, moe_numbers = (x_TD, router, None, None, *experts[3:]), {**op_arguments(routing, x_TD.dtype), **numbers}
+    prepared = fused_experts.make_plan(experts, case.experts).prepared
+    assert prepared is not None, "the fused kernel must cover the case"
     stream, workspace_bytes = driver.current_stream(x_TD.get_device()), prepared.layout.total_bytes
     out_TD = torch.empty_like(x_TD)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device="cuda")
     addresses = [one.data_ptr() for one in (x_TD, ids_TK, weights_TK, out_TD, workspace)]
-    hashable = ops._hashable(numbers)
+    hashable = tuple(tuple(one) if isinstance(one, list) else one for one in numbers.values())
 
     def allocate() -> None:
         torch.empty_like(x_TD, memory_format=torch.contiguous_format)
         driver.free(driver.allocate(workspace_bytes, stream))
 
     return {
-        "launch": lambda: prepared.launcher.launch(stream, *addresses),
+        "launch": lambda: prepared.launch(stream, *addresses),
         "allocate": allocate,
-        "run": lambda: kernel.run(prepared, x_TD, ids_TK, weights_TK),
+        "run": lambda: prepared.run(x_TD, ids_TK, weights_TK),
         "site": lambda: ops._experts_sites.find(experts_site(hashable, *experts)),
-        "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts_args),
-        "experts": lambda: torch.ops.perseus.experts(*experts_args),
-        "moe": lambda: torch.ops.perseus.moe(*moe_args),
+        "bare_op": lambda: torch.ops.perseus_bench_host.experts(*experts, **numbers),
+        "experts": lambda: torch.ops.perseus.experts(*experts, **numbers),
+        "moe": lambda: torch.ops.perseus.moe(*moe_args, **moe_numbers),
     }
 
 

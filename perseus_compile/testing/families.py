@@ -84,7 +84,7 @@ _FIELDS_OF_FAMILY: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"hidden_size": 128, "num_attention_heads": 1, "num_key_value_heads": 1},
     "glm4v_moe_text": {"head_dim": 128},
     "granitemoehybrid": {"mamba_n_heads": 8},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mistral_large4_text": {"kv_source_layers": [0, 1]},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},

@@ -6,6 +6,8 @@ Calls run on CPU tensors here: their device index is -1, which is made the curre
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 from perseus_compile import fused_experts, grouped, launch_cuda, ops, reference
 from perseus_compile.call_sites import CallSites, experts_site
 from perseus_compile.errors import LaunchError, UnsupportedMoE
-from perseus_compile.facts import ExpertsSpec, RoutingSpec
+from perseus_compile.facts import ExpertsSpec, RoutingSpec, default_dtypes, op_arguments
 from perseus_compile.jit import driver
 
 NUMBERS = {
@@ -41,6 +43,7 @@ ROUTER_NUMBERS = {
     "score_dtype": torch.float32,
     "weights_dtype": torch.float32,
 }
+UNCHANGED = {"weight_layout", "gate_layout", "weight_on", "expert_offset"}  # in NUMBERS they are the op's defaults
 NAMES = ("x", "ids", "weights", "gate_up", "gate_up_bias", "down", "down_bias")
 
 
@@ -58,6 +61,10 @@ def _tensors(**changes: Any) -> list[Any]:
     return list({**tensors, **changes}.values())
 
 
+def in_order(names: tuple[str, ...], numbers: dict[str, Any]) -> list[Any]:
+    return [numbers[name] for name in names]
+
+
 class Roads:
     """Calls of the CUDA kernels that take the plain path, and the number of plans that were made."""
 
@@ -67,10 +74,10 @@ class Roads:
         self.entered: list[torch.device] = []
 
     def experts(self, tensors: list[Any], **changes: Any) -> Tensor:
-        return ops._experts_on_cuda(*tensors, *{**NUMBERS, **changes}.values())
+        return ops._experts_on_cuda(*tensors, *in_order(ops._EXPERTS_NUMBERS, {**NUMBERS, **changes}))
 
     def moe(self, tensors: list[Any], **changes: Any) -> Tensor:
-        return ops._moe_on_cuda(*tensors, *{**ROUTER_NUMBERS, **NUMBERS, **changes}.values())
+        return ops._moe_on_cuda(*tensors, *in_order(ops._MOE_NUMBERS, {**ROUTER_NUMBERS, **NUMBERS, **changes}))
 
 
 @pytest.fixture
@@ -162,7 +169,8 @@ def test_other_calls_have_plans_of_their_own(roads: Roads, tensors: dict[str, An
     roads.experts(_BASE)
     roads.experts(changed, **numbers)
     assert roads.num_plans == 2
-    assert torch.equal(actual, grouped.forward(*changed, ops._experts_spec(tuple({**NUMBERS, **numbers}.values()))))
+    in_full = in_order(ops._EXPERTS_NUMBERS, {**NUMBERS, **numbers})
+    assert torch.equal(actual, grouped.forward(*changed, ops._experts_spec(tuple(in_full))))
 
 
 def test_what_is_not_legal_is_refused_each_time_and_not_kept(roads: Roads) -> None:
@@ -271,12 +279,46 @@ def test_many_threads_may_plan_at_once() -> None:
 
 
 @pytest.mark.parametrize(("op", "specs"), [("experts", (ExpertsSpec,)), ("moe", (RoutingSpec, ExpertsSpec))])
-def test_numbers_come_in_the_order_of_the_specs(op: str, specs: Any) -> None:
+def test_the_numbers_are_the_fields_of_the_specs(op: str, specs: Any) -> None:
     arguments = getattr(torch.ops.perseus, op).default._schema.arguments
-    numbers = [one.name for one in arguments if "Tensor" not in str(one.type)]
-    assert numbers == [name for spec in specs for name in spec.__dataclass_fields__]
-    assert [one.name for one in arguments][-len(numbers) :] == numbers
+    numbers = [one for one in arguments if "Tensor" not in str(one.type)]
+    assert arguments[-len(numbers) :] == numbers
+    fields = {field.name: field.default for spec in specs for field in dataclasses.fields(spec)}
+    fields |= dict.fromkeys(default_dtypes(torch.float32), None) if op == "moe" else {}
+    assert {one.name for one in numbers} == set(fields)
+    for one in numbers:
+        default = fields[one.name]
+        assert one.has_default_value() == (default is not dataclasses.MISSING), one.name
+        assert not one.has_default_value() or one.default_value == (list(default) if default == () else default)
     assert not any(one.kwarg_only for one in arguments), "costs .4 us each"
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_of_the_router_may_be_left_out(x_dtype: torch.dtype) -> None:
+    spec = RoutingSpec(top_k=2, renormalize=True, **default_dtypes(x_dtype))
+    assert op_arguments(spec, x_dtype) == {"top_k": 2, "renormalize": True}
+    written = dataclasses.replace(spec, score_dtype=torch.float64, weights_dtype=torch.bfloat16)
+    assert op_arguments(written, x_dtype).keys() == {"top_k", "renormalize", "score_dtype", "weights_dtype"}
+    tensors = [None if one is None else one.to(x_dtype) if one.is_floating_point() else one for one in _tensors()]
+    x_TD, experts = tensors[0], tensors[3:]
+    router_ED = torch.randn(4, 16, dtype=x_dtype)
+    call = functools.partial(torch.ops.perseus.moe, x_TD, router_ED, None, None, *experts, num_experts=4)
+    assert torch.equal(call(**op_arguments(spec, x_dtype)), call(**spec.as_kwargs()))
+
+
+def test_both_ops_have_the_numbers_of_the_experts_in_one_order() -> None:
+    fields = ExpertsSpec.__dataclass_fields__
+    assert tuple(name for name in ops._MOE_NUMBERS if name in fields) == ops._EXPERTS_NUMBERS
+
+
+@pytest.mark.parametrize("written", [NUMBERS, {"num_experts": 4}])
+def test_defaults_may_be_written_or_not(written: dict[str, Any]) -> None:
+    spec = ExpertsSpec(**{**written, "activation_params": tuple(written.get("activation_params", ()))})
+    needed = {name: value for name, value in written.items() if name not in UNCHANGED}
+    assert op_arguments(spec, torch.float32) == needed
+    tensors = _tensors()
+    op = torch.ops.perseus.experts
+    assert torch.equal(op(*tensors, **op_arguments(spec, torch.float32)), op(*tensors, **spec.as_kwargs()))
 
 
 def test_sites_hold_no_tensor() -> None:

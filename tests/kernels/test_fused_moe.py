@@ -16,8 +16,8 @@ from perseus_compile import cuda_plan, fused_moe, fused_router, routing
 from perseus_compile.errors import PeerTimeout
 from perseus_compile.facts import RoutingSpec
 from perseus_compile.jit import compiler
-from perseus_compile.jit.abi import WorkspaceLayout
-from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, control_blocks
+from perseus_compile.jit.moe_kernel import LaunchRouter, MoeKernel, Prepared, control_blocks
+from perseus_compile.jit.shipped import FORMS
 from perseus_compile.jit.spec import TILE_CONFIGS, spec_for
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +40,10 @@ SPECS = {
 
 
 @functools.cache
-def _kernel(tiles: str) -> MoeKernel:
+def _kernel(tiles: str, weight_layout: str, gate_layout: str, activation: str) -> MoeKernel:
     torch.backends.cuda.matmul.allow_tf32 = False
-    variant = spec_for(tiles, weight_layout="out_in", gate_layout="concatenated", activation="silu", routes=True)
-    return MoeKernel(compiler.build(variant), 0)
+    form = {"weight_layout": weight_layout, "gate_layout": gate_layout, "activation": activation}
+    return MoeKernel(compiler.build(spec_for(tiles, **form, routes=True)), 0)
 
 
 @dataclasses.dataclass
@@ -55,9 +55,17 @@ class Layer:
 
     @staticmethod
     def random(
-        num_tokens: int, num_experts: int, model_width: int, spec: RoutingSpec, *, width: int = 64, bias: bool = False
+        num_tokens: int,
+        num_experts: int,
+        model_width: int,
+        spec: RoutingSpec,
+        *,
+        width: int = 64,
+        bias: bool = False,
+        **of_experts: object,
     ) -> Layer:
-        case = make_case(model_width, width, num_experts, spec.top_k, num_tokens, id_dtype=torch.int32)
+        shape = (model_width, width, num_experts, spec.top_k, num_tokens)
+        case = make_case(*shape, id_dtype=torch.int32, **of_experts)  # type: ignore[arg-type]
         random = torch.Generator(device="cuda").manual_seed(num_experts)
 
         def normal(*shape: int) -> Tensor:
@@ -73,13 +81,15 @@ class Layer:
         logits = self.case.x.float() @ self.router.weight_ED.float().mT
         return logits if bias is None else logits + bias.float()
 
-    def prepared(self, tiles: str, **options: object) -> object:
+    def prepared(self, tiles: str, **options: object) -> Prepared:
         num_tokens, num_experts = self.case.x.shape[0], self.router.weight_ED.shape[0]
         params = fused_router.route_params(
             self.router.spec, num_tokens, num_experts, torch.bfloat16, self.router.correction_bias_E
         )
         router = LaunchRouter(self.router.weight_ED, self.router.bias_E, params)
-        return _kernel(tiles).prepare(*self.case.args, self.case.spec, router=router, **options)  # type: ignore[arg-type]
+        spec = self.case.spec
+        kernel = _kernel(tiles, spec.weight_layout, spec.gate_layout, spec.activation)
+        return kernel.prepare(*self.case.args, spec, router=router, **options)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
@@ -106,9 +116,9 @@ def _run(layer: Layer, tiles: str | None = None, **options: object) -> Result:
     """One launch on a workspace full of NaN."""
     tiles = tiles or _tiles(layer)
     prepared = layer.prepared(tiles, **options)
-    layout: WorkspaceLayout = prepared.layout  # type: ignore[attr-defined]
+    layout = prepared.layout
     workspace = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
-    out = _kernel(tiles).run(prepared, layer.case.x, None, None, workspace)  # type: ignore[arg-type]
+    out = prepared.run(layer.case.x, None, None, workspace)
     num_tokens, num_experts = layer.case.x.shape[0], layer.router.weight_ED.shape[0]
 
     def array(start: int, dtype: torch.dtype, columns: int) -> Tensor:
@@ -192,6 +202,18 @@ def test_most_choices_and_strided_rows() -> None:
     _check_output(layer, result)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+@pytest.mark.parametrize("form", FORMS[1:], ids="-".join)
+def test_other_forms_of_experts(form: tuple[str, str, str], num_tokens: int) -> None:
+    words = dict(zip(("weight_layout", "gate_layout", "activation"), form, strict=True))
+    layer = Layer.random(num_tokens, 32, 264, SPECS["gpt-oss"], width=72, bias=True, **words)
+    biases = [torch.randn(32, width, device="cuda").bfloat16() for width in (144, 264)]
+    layer.case = dataclasses.replace(layer.case, gate_up_bias=biases[0], down_bias=biases[1])
+    result = _run(layer)
+    _check_router(layer, result)
+    _check_output(layer, result)
+
+
 @pytest.mark.parametrize("num_tokens", [5, 70])
 def test_experts_of_other_ranks_are_skipped(num_tokens: int) -> None:
     layer = Layer.random(num_tokens, 16, 256, SPECS["softmax"])
@@ -224,10 +246,10 @@ def test_replay_with_new_tokens(num_tokens: int) -> None:
     tiles = _tiles(layer)
     prepared = layer.prepared(tiles)
     x = layer.case.x.clone()
-    _kernel(tiles).run(prepared, x, None, None)  # type: ignore[arg-type]
+    prepared.run(x, None, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = _kernel(tiles).run(prepared, x, None, None)  # type: ignore[arg-type]
+        out = prepared.run(x, None, None)
     for _ in range(4):
         layer.case.x = torch.randn_like(x)
         x.copy_(layer.case.x)
@@ -294,8 +316,8 @@ def test_the_op_is_one_launch_and_means_the_same(monkeypatch: pytest.MonkeyPatch
     other_weight = router.weight_ED.clone()  # at another address: another call site, planned anew
 
     launches = []
-    run = MoeKernel.run
-    monkeypatch.setattr(MoeKernel, "run", lambda self, *args: launches.append(args[2]) or run(self, *args))
+    run = Prepared.run
+    monkeypatch.setattr(Prepared, "run", lambda self, *args: launches.append(args[1]) or run(self, *args))
     monkeypatch.setattr(fused_moe, "router_in_launch", lambda *numbers: True)
     whole = call(router.weight_ED)
     monkeypatch.setattr(fused_moe, "router_in_launch", lambda *numbers: False)

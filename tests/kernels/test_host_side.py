@@ -108,7 +108,7 @@ def test_a_launch_gets_the_tensors_of_its_call(
     prepared = kernel.prepare(*args[:4], bias, *args[5:], SPEC, deadline_ns=5)
     layout = prepared.layout
     workspace = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    out = kernel.run(prepared, x, ids, weights, workspace)
+    out = prepared.run(x, ids, weights, workspace)
     assert (out.shape, out.dtype, out.stride()) == (x.shape, x.dtype, (16, 1))
     (launch,) = fake.launches
     assert (launch.function, launch.stream, launch.shared_bytes) == (0xF00, 7, 1000)
@@ -134,7 +134,7 @@ def test_every_address_of_the_parameters_is_set(kernel: moe_kernel.MoeKernel, fa
     kernel.routes = 1
     x, ids, weights, gate_up, _, down, _ = args
     prepared = kernel.prepare(x, ids.int(), weights, gate_up, biases[0], down, biases[1], SPEC, router=router)
-    kernel.run(prepared, args[0], None, None)
+    prepared.run(args[0], None, None)
     params = fake.launches[0].read_params(abi.MoeParams)
     assert all(getattr(params, name) for name in abi._ADDRESSES)
     assert (params.ids, params.weights) == (params.routed_ids, params.routed_weights)
@@ -146,18 +146,18 @@ def test_the_workspace_is_given_back(
 ) -> None:
     args = _call()
     prepared = kernel.prepare(*args, SPEC)
-    kernel.run(prepared, *args[:3])
+    prepared.run(*args[:3])
     assert fake.launches[0].read_params(abi.MoeParams).hidden == 1 << 40
     assert memory == {0: prepared.layout.total_bytes}
     fake.fail(launch=700)
     with pytest.raises(LaunchError, match="CUDA error 700"):
-        kernel.run(prepared, *args[:3])
+        prepared.run(*args[:3])
     fake.fail()
     blocks.error.copy_(torch.tensor([3, 5, 1, 2, 1, 3], dtype=torch.int32))
     with pytest.raises(PeerTimeout, match=r"got 1 of 3 arrivals .* hidden rows .*\(CTA 5, expert 1, tile 2\)"):
-        kernel.run(prepared, *args[:3])
+        prepared.run(*args[:3])
     assert memory == {0: prepared.layout.total_bytes} and len(fake.launches) == 1
-    kernel.run(prepared, *args[:3])  # the record is cleared
+    prepared.run(*args[:3])  # the record is cleared
     assert len(fake.launches) == 2
 
 

@@ -42,7 +42,7 @@ def _run(tiles: str, case: Case, **options: object) -> torch.Tensor:
     )
     workspace = torch.full((layout.total_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     prepared = kernel.prepare(*case.args, spec, **options)  # type: ignore[arg-type]
-    return kernel.run(prepared, case.x, case.ids, case.weights, workspace)
+    return prepared.run(case.x, case.ids, case.weights, workspace)
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -145,10 +145,10 @@ class TestRouting:
         spec = case.spec
         kernel = _kernel(tiles, spec.weight_layout, spec.gate_layout, spec.activation)
         prepared = kernel.prepare(*static.args, spec)  # type: ignore[arg-type]
-        kernel.run(prepared, static.x, static.ids, static.weights)
+        prepared.run(static.x, static.ids, static.weights)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = kernel.run(prepared, static.x, static.ids, static.weights)
+            out = prepared.run(static.x, static.ids, static.weights)
         for ids in routings:
             static.ids.copy_(ids)
             graph.replay()
@@ -187,7 +187,7 @@ def test_many_layers_and_graphs_share_few_control_blocks() -> None:
     for _ in range(3):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outs += [kernel.run(prepared, case.x, case.ids, case.weights) for _ in range(5)]
+            outs += [prepared.run(case.x, case.ids, case.weights) for _ in range(5)]
         graphs.append(graph)
     assert control_blocks(0).num_used - before == len(graphs)
     streams = [torch.cuda.Stream() for _ in graphs]
@@ -252,7 +252,7 @@ def test_check_reports_a_replay_that_ran_out_of_time() -> None:
     prepared = kernel.prepare(*case.args, case.spec, deadline_ns=20_000_000)  # type: ignore[arg-type]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernel.run(prepared, case.x, case.ids, case.weights)
+        out = prepared.run(case.x, case.ids, case.weights)
     blocks = control_blocks(0)
     blocks.words[blocks.num_used - 1, 0] = 1  # sort_claim of the block that the capture took
     graph.replay()

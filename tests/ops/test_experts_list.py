@@ -151,10 +151,8 @@ def test_opcheck_of_the_derivative() -> None:
     case = make_case()
     lists = lists_of(case, apart=True)
     needs_grad = [True, False] + [index % 2 == 0 for index in range(24)]
-    args = (torch.randn_like(case["x"]), *case.tensors[:3], *lists)
-    outcome = torch.library.opcheck(
-        OPS.experts_list_backward.default, args, {**case.numbers, "needs_grad": needs_grad}, test_utils=ALL
-    )
+    args = (torch.randn_like(case["x"]), *case.tensors[:3], *lists, needs_grad)
+    outcome = torch.library.opcheck(OPS.experts_list_backward.default, args, case.numbers, test_utils=ALL)
     assert outcome == dict.fromkeys(ALL, "SUCCESS")
 
 

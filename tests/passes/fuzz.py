@@ -30,8 +30,9 @@ from mutations import MUTATIONS, Edit, edits
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from perseus_compile.capture import AtenView, ExecutionState
+from perseus_compile.capture import AtenView
 from perseus_compile.errors import UnsupportedMoE
+from perseus_compile.execution_state import ExecutionState
 from perseus_compile.facts import MoEMatch, MoEPlan
 from perseus_compile.passes.match_moe import find_moe_layers
 from perseus_compile.passes.rewrite_moe import rewrite
@@ -99,7 +100,7 @@ def _rewrite(gm: GraphModule, *, check_ids: bool = False) -> tuple[list[tuple[Mo
         source=gm,
         origin={node: node for node in nodes},
         results={node: [node] for node in nodes if isinstance(node.meta.get("val"), Tensor)},
-        state=dict.fromkeys(nodes, ExecutionState(grad=True, inference_depth=0, autocast=False, transform=False)),
+        state=dict.fromkeys(nodes, ExecutionState(grad=True, inference_depth=0, autocast=frozenset(), transform=False)),
         opaque=frozenset(),
     )
     replaced, reasons = [], []

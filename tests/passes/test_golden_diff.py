@@ -88,10 +88,7 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: silu,
-+    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_grouped_mm_bfloat16(self) -> None:
@@ -134,10 +131,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.bfloat16))  # bf16[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.bfloat16, score_dtype:
-+    torch.bfloat16, weights_dtype: torch.bfloat16, weight_layout: out_in, gate_layout: concatenated, activation:
-+    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # bf16[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, score_dtype: torch.bfloat16, weights_dtype: torch.bfloat16,
++    renormalize: True, num_experts: 4})  # bf16[5, 8]
 +return (moe_default,)""")
 
     def test_grouped_mm_in_out_with_biases(self) -> None:
@@ -184,10 +179,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {routing: softmax_topk, top_k: 2, renormalize:
-+    True, renormalize_eps: 0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32,
-+    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: in_out, gate_layout: concatenated,
-+    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, renormalize: True, num_experts: 4,
++    weight_layout: in_out})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_batched_mm(self) -> None:
@@ -222,10 +215,7 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: silu,
-+    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_batched_mm_in_out_with_biases(self) -> None:
@@ -264,10 +254,8 @@ class TestExpertSpellings(TestCase):
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {routing: softmax_topk, top_k: 2, renormalize:
-+    True, renormalize_eps: 0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32,
-+    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: in_out, gate_layout: concatenated,
-+    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    %self.gate_up_bias, %self.down, %self.down_bias), kwargs = {top_k: 2, renormalize: True, num_experts: 4,
++    weight_layout: in_out})  # f32[5, 8]
 +return (moe_default,)""")
 
 
@@ -308,10 +296,7 @@ class TestRouterSpellings(TestCase):
 -%to_1 = call_method[to](args = (%sum_1, torch.float32))  # f32[5, 8]
 -return (to_1,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: False, renormalize_eps:
-+    0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype:
-+    torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation:
-+    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_topk_then_softmax(self) -> None:
@@ -344,10 +329,7 @@ class TestRouterSpellings(TestCase):
 -%to = call_method[to](args = (%sum_1, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: topk_softmax, top_k: 2, renormalize: False, renormalize_eps:
-+    0.0, routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype:
-+    torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation:
-+    silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, routing: topk_softmax, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_sigmoid_with_correction_bias_and_groups(self) -> None:
@@ -405,10 +387,8 @@ class TestRouterSpellings(TestCase):
 -%to = call_method[to](args = (%sum_3, torch.float32))  # f32[5, 8]
 -return (to,)
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, %self.correction,
-+    %self.gate_up, None, %self.down, None), kwargs = {routing: sigmoid_topk, top_k: 2, renormalize: True,
-+    renormalize_eps: 1e-20, routing_scale: 2.5, num_groups: 2, topk_groups: 1, router_dtype: torch.float32,
-+    score_dtype: torch.float32, weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated,
-+    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    %self.gate_up, None, %self.down, None), kwargs = {top_k: 2, routing: sigmoid_topk, renormalize: True,
++    renormalize_eps: 1e-20, routing_scale: 2.5, num_groups: 2, num_experts: 4})  # f32[5, 8]
 +return (moe_default,)""")
 
     def test_a_router_that_others_read_stays_outside(self) -> None:
@@ -439,8 +419,7 @@ class TestRouterSpellings(TestCase):
 -%sum_2 = call_method[sum](args = (%view,), kwargs = {dim: 1})  # f32[5, 8]
 -%to = call_method[to](args = (%sum_2, torch.float32))  # f32[5, 8]
 +%experts_default = call_function[torch.ops.perseus.experts.default](args = (%x, %ids, %weights_1,
-+    %layer.gate_up, None, %layer.down, None), kwargs = {weight_layout: out_in, gate_layout: concatenated,
-+    activation: silu, activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    %layer.gate_up, None, %layer.down, None), kwargs = {num_experts: 4})  # f32[5, 8]
 -return (to, sum_3)
 +return (experts_default, sum_3)""")
 
@@ -461,10 +440,8 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: gelu,
-+    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, activation: gelu})  # f32[5,
++    8]
 +return (moe_default,)""")
 
     def test_gelu_tanh(self) -> None:
@@ -474,10 +451,8 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: concatenated, activation: gelu_tanh,
-+    activation_params: [], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, activation: gelu_tanh})  #
++    f32[5, 8]
 +return (moe_default,)""")
 
     def test_interleaved_clamped_swiglu(self) -> None:
@@ -489,8 +464,6 @@ class TestGates(TestCase):
 
         self.assertExpectedInline(self.op_line(gate), """\
 +%moe_default = call_function[torch.ops.perseus.moe.default](args = (%x, %self.router, None, None, %self.gate_up,
-+    None, %self.down, None), kwargs = {routing: softmax_topk, top_k: 2, renormalize: True, renormalize_eps: 0.0,
-+    routing_scale: 1.0, num_groups: 1, topk_groups: 1, router_dtype: torch.float32, score_dtype: torch.float32,
-+    weights_dtype: torch.float32, weight_layout: out_in, gate_layout: interleaved, activation: clamped_swiglu,
-+    activation_params: [1.702, 7.0], weight_on: output, num_experts: 4, expert_offset: 0})  # f32[5, 8]
++    None, %self.down, None), kwargs = {top_k: 2, renormalize: True, num_experts: 4, gate_layout: interleaved,
++    activation: clamped_swiglu, activation_params: [1.702, 7.0]})  # f32[5, 8]
 +return (moe_default,)""")

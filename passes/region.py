@@ -70,6 +70,8 @@ def _after(node: Node) -> Iterator[Node]:
 
 
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
+    if node in view.plain:
+        return frozenset()
     if node in view.opaque:
         # What was not traced may write to whatever it reads.
         read = frozenset(view.origin[node].all_input_nodes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from ..capture import written_node
+from ..dynamo_writes import written_node
 from ..facts import LIST_AXES, MoEMatch, MoEPlan, nodes_of, op_arguments
 
 Argument: TypeAlias = "Node | Sequence[Node] | None"

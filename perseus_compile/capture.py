@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import operator
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import (
@@ -28,7 +26,9 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from .dynamo_writes import written_node
 from .execution_state import ExecutionState, autocast_as_in, current_state, execution_states
+from .plain_nodes import plain_nodes
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ class AtenView:
         results: for each view node, the Dynamo nodes whose whole result it is, in order.
         state: execution state of each Dynamo node.
         opaque: view nodes that stand for a Dynamo node that was not traced (a higher-order operator, a failed op).
+        plain: opaque nodes that stand for the end of a part which no rule reads, and which writes nothing in place.
     """
 
     graph: torch.fx.Graph
@@ -52,6 +53,7 @@ class AtenView:
     results: dict[Node, list[Node]]
     state: dict[Node, ExecutionState]
     opaque: frozenset[Node]
+    plain: frozenset[Node] = frozenset()
 
     def dynamo_value(self, node: Node) -> Node | None:
         """The first Dynamo node whose result ``node`` is; None where it exists only inside one of Dynamo's nodes."""
@@ -93,7 +95,7 @@ def aten_view(gm: GraphModule, start: ExecutionState | None = None) -> AtenView:
         raise CaptureError("the graph has no tensor input", is_failure=False)
     if any(value is None for value in values):
         raise CaptureError("an input of the graph has no example value")
-    tracer = _ViewTracer(gm, execution_states(gm.graph, start or current_state()))
+    tracer = _ViewTracer(gm, execution_states(gm.graph, start or current_state()), plain_nodes(gm.graph))
     with fake_mode, _no_new_guards(fake_mode), preserve_node_meta(enable=False):
         try:
             view = make_fx(tracer.run, pre_dispatch=True)(*values)
@@ -118,15 +120,21 @@ def _no_new_guards(fake_mode: FakeTensorMode) -> Iterator[None]:
 class _ViewTracer(Interpreter):
     """Runs Dynamo's graph node by node under ``make_fx`` and records which view nodes each one created."""
 
-    def __init__(self, gm: GraphModule, state: dict[Node, ExecutionState]) -> None:
+    def __init__(self, gm: GraphModule, state: dict[Node, ExecutionState], plain: dict[Node, Node]) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self._state = state
+        self._state, self._plain = state, plain
         self._outside = current_state()
         self._origin_by_name: dict[str, Node] = {}
         self._results_by_name: dict[str, list[Node]] = {}
         self._opaque_names: set[str] = set()
+        self._shown: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
+        if n in self._plain and all(each in self._plain or each.op == "placeholder" for each in n.all_input_nodes):
+            return self._plain[n].meta["example_value"]
+        for source in n.all_input_nodes:
+            if source in self._plain:
+                self._show(self._plain[source])
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         graph = _tracer().graph
@@ -140,7 +148,16 @@ class _ViewTracer(Interpreter):
             slot = get_proxy_slot(result, _tracer(), None)
             if slot is not None:
                 self._results_by_name.setdefault(slot.proxy.node.name, []).append(n)
-        return result
+        # What follows a plain sum is not traced, so that its storage is that of Dynamo's values throughout.
+        return n.meta["example_value"] if n in self._plain else result
+
+    def _show(self, n: Node) -> None:
+        """Puts the value of a plain node into the view, where a node that is traced reads it."""
+        if n not in self._shown:
+            proxy = self._stand_in(n, n.meta["example_value"])
+            self._origin_by_name[proxy.node.name] = n
+            self._results_by_name[proxy.node.name] = [n]
+            self._shown.add(n)
 
     def _run_or_make_opaque(self, n: Node) -> Any:
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
@@ -174,11 +191,15 @@ class _ViewTracer(Interpreter):
         if "example_value" not in n.meta:
             return super().run_node(n)
         value = n.meta["example_value"]
+        self._stand_in(n, value)
+        return value
+
+    def _stand_in(self, n: Node, value: Any) -> Any:
         tracer = _tracer()
         proxy = tracer.create_proxy("call_function", _opaque_value, (), {}, name=f"opaque_{n.name}")
         self._opaque_names.add(proxy.node.name)
         track_tensor_tree(value, proxy, constant=None, tracer=tracer)
-        return value
+        return proxy
 
     def finish(self, view: GraphModule, placeholders: list[Node]) -> AtenView:
         by_name = {node.name: node for node in view.graph.nodes}
@@ -192,21 +213,8 @@ class _ViewTracer(Interpreter):
             if name in by_name:
                 results.setdefault(by_name[name], []).extend(nodes)
         opaque = frozenset(by_name[name] for name in self._opaque_names if name in by_name)
-        return AtenView(view.graph, self.module, origin, results, self._state, opaque)
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
-)
-
-
-def written_node(node: Node) -> Node | None:
-    """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
-    in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
-    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
-    return node.args[0] if in_place and isinstance(node.args[0], Node) else None
+        plain = frozenset(node for node in opaque if origin[node] in self._shown)
+        return AtenView(view.graph, self.module, origin, results, self._state, opaque, plain)
 
 
 def is_distributed(value: object) -> bool:

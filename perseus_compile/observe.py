@@ -154,14 +154,17 @@ class GraphPart:
         self._readers = [user for user in sorted(output.users) if user > last]
 
     def lines(self) -> tuple[str, ...]:
-        return tuple(_line(node) for node in self._nodes() if node.op != "placeholder")
+        return tuple(self._lines())
 
-    def _nodes(self) -> Iterator[Node]:
+    def _lines(self) -> Iterator[str]:
         node = self._before.next
         while node is not self._after:
-            yield node
+            if node.op != "placeholder":
+                yield _line(node)
             node = node.next
-        yield from self._readers
+        for reader in self._readers:
+            yield "..."  # other nodes, which stay
+            yield _line(reader)
 
 
 def _line(node: Node) -> str:

@@ -16,7 +16,7 @@ MAX_PYTHON_LINES = 450
 # Leaves import nothing of the package; matching and rewriting read a captured view and never see how ops are run.
 LEAVES = ("facts", "errors", "options", "env")
 LEAF_MAY_IMPORT = ("perseus_compile.errors",)
-PASSES_MAY_IMPORT = ("facts", "conditions", "errors", "capture", "ops", "observe", "passes")
+PASSES_MAY_IMPORT = ("facts", "conditions", "errors", "capture", "dynamo_writes", "ops", "observe", "passes")
 
 PYTHON_FILES = sorted(
     path for folder in ("perseus_compile", "passes", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")

@@ -53,10 +53,10 @@ MATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("activation: relu2", "gate_layout: none"),
     ),
     "relu2 as a power": (ungated(lambda h: F.relu(h) ** 2), ("activation: relu2", "gate_layout: none")),
-    "gelu without a gate": (ungated(F.gelu), ("gate_layout: none, activation: gelu}",)),
+    "gelu without a gate": (ungated(F.gelu), ("activation: gelu}", "gate_layout: none")),
     "relu2 with a gate": (
         {"gate": gated(lambda g, u: F.relu(g).square() * u)},
-        ("num_experts: 4, activation: relu2}",),
+        ("num_experts: 4,", "activation: relu2}"),
     ),
     "clamped silu": ({"gate": gated(clamped_silu)}, ("activation: clamped_silu", "activation_params: [0.5]")),
     "softcapped silu": (

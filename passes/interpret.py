@@ -117,6 +117,11 @@ class Reader:
                 return self.root(source)
         return root
 
+    def records_gradients(self, node: Node) -> bool:
+        """Whether gradients may flow through ``node``: nothing forbids it where it runs."""
+        state = self._view.state[self._view.origin[node]]
+        return state.grad and state.inference_depth == 0
+
     def describe(self, node: Node) -> str:
         """``node`` as refusals name it: the operator, and the node of Dynamo's graph that it comes from."""
         origin = self._view.origin.get(node, node)

@@ -16,13 +16,15 @@ from ..conditions import Condition, ask
 from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, RouterMatch
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, functional_form
+from .match_parallel import Sharing, with_sizes
+from .parallel_values import PendingSum
 from .patterns import spellings
 from .patterns.activations import Gate
 from .region import interfering_write, later_write, outside_reader, write_to_inputs
 from .rule_checks import rule_checks
 from .values import INNER_VALUES, Combined, ExpertLinear, ExpertOutput, TokenRows
 
-LAYER_VALUES = (*INNER_VALUES, Combined)
+LAYER_VALUES = (*INNER_VALUES, PendingSum, Combined)
 # Gathered tokens may have other readers: they cost a gather, not the experts.
 _PRIVATE_VALUES = tuple(kind for kind in LAYER_VALUES if kind is not TokenRows)
 
@@ -47,6 +49,7 @@ def make_match(
     router: RouterMatch | None,
     router_reason: str | None,
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = (),
+    sharing: Sharing | None = None,
     conditions: Sequence[Check] = (),
 ) -> MoEMatch:
     """The record of the layer that begins at ``head`` and ends at ``sink``; ``region`` leaves its inputs out.
@@ -71,18 +74,31 @@ def make_match(
             gate_layout=gate.layout,
             activation=gate.activation,
             activation_params=tuple(number.value for number in gate.parameters),
-            num_experts=num_experts,
+            num_experts=sharing.num_experts if sharing else num_experts,
+            expert_offset=sharing.expert_offset if sharing else 0,
         ),
+        parallel=sharing.spec if sharing else None,
         output=_dynamo(found, sink),
         region=found.view.dynamo_nodes(region),
         router=router,
         router_reason=router_reason,
-        negative_ids_wrap=rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
+        negative_ids_wrap=sharing is None and rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
         symbols=(*(number.symbol for number in gate.numbers if number.symbol is not None), *symbols),
         checks=(*rule_checks(found, [sink], (routing.x, gate_up.weight, down.weight)), *conditions),
     )
-    experts = {match.gate_up, match.gate_up_bias, match.down, match.down_bias}
-    return dataclasses.replace(match, region=match.region - {match.x_TD, match.ids_TK, match.weights_TK} - experts)
+    inputs = {
+        match.x_TD,
+        match.ids_TK,
+        match.weights_TK,
+        match.gate_up,
+        match.gate_up_bias,
+        match.down,
+        match.down_bias,
+    }
+    dynamo_region = match.region - inputs
+    if sharing is not None:
+        dynamo_region = with_sizes(found.view.source.graph, dynamo_region, frozenset(filter(None, inputs)))
+    return dataclasses.replace(match, region=dynamo_region)
 
 
 def _dynamo(found: Interpretation, node: Node) -> Node:

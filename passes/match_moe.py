@@ -25,11 +25,14 @@ from .match_context import (
     with_idle_writes,
 )
 from .match_loops import ends_loop, match_loop
+from .match_parallel import sharing_of
 from .match_routing import RouterFound, find_router
 from .match_rows import match_rows
+from .parallel_values import PendingSum
 from .patterns import all_rules
 from .patterns.activations import Gate, recognize_gate
-from .region import closure
+from .patterns.all_to_all import ALL_TO_ALL_OPS
+from .region import closure, written_nodes
 from .rule_checks import GATHERS, lost_steps, rule_checks
 from .values import Combined, ExpertOutput, Hidden, SelectedByExpert
 
@@ -66,10 +69,14 @@ def _reads(found: Interpretation, node: Node, kind: type) -> bool:
 
 
 def _is_expert_product(found: Interpretation, node: Node) -> bool:
-    """A product with per-expert weights that no rule could place: the one thing in a graph that only experts have."""
+    """A product with per-expert weights, or an exchange of rows between ranks: things that only experts have.
+
+    They matter where no rule could place them.
+    """
     inputs = [found.reader.value(source) for source in node.all_input_nodes]
     selects = any(isinstance(value, SelectedByExpert) and found.reader.dim(value.of) == 3 for value in inputs)
-    return "grouped_mm" in str(node.target) or (selects and not _reads(found, node, Hidden))
+    is_exchange = node.target in ALL_TO_ALL_OPS
+    return is_exchange or "grouped_mm" in str(node.target) or (selects and not _reads(found, node, Hidden))
 
 
 def _is_lost_product(found: Interpretation, node: Node) -> bool:
@@ -81,8 +88,8 @@ def _selects_by_lost_ids(found: Interpretation, node: Node) -> bool:
     if node.target is not aten.bmm.default:
         return False
     selections = [source for source in node.all_input_nodes if source.target is aten.index.Tensor]
-    indices = (found.reader.root(index) for source in selections for index in source.all_input_nodes)
-    return any(index in found.sentences for index in indices)
+    indices = [found.reader.root(index) for source in selections for index in source.all_input_nodes]
+    return any(step in found.sentences for step in (*selections, *indices))
 
 
 def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passed: set[Node]) -> None:
@@ -94,12 +101,13 @@ def _explain_rest(found: Interpretation, node: Node, explained: set[Node], passe
     while pending:
         for user in pending.pop().users:
             # A gather of rows is where another layer begins.
-            if user in passed or user.target in GATHERS:
+            if user in passed or (user.target in GATHERS and node.target not in ALL_TO_ALL_OPS):
                 continue
             passed.add(user)
-            if _is_expert_product(found, user) or _selects_by_lost_ids(found, user):
+            is_product = _is_expert_product(found, user) or _selects_by_lost_ids(found, user)
+            if is_product:
                 explained.add(user)
-            else:
+            if not is_product or node.target in ALL_TO_ALL_OPS:  # both products follow an exchange
                 pending.append(user)
 
 
@@ -118,11 +126,21 @@ def _reached(found: Interpretation, head: Node) -> set[Node]:
 def _is_sink(found: Interpretation, node: Node) -> bool:
     """The first node that holds the layer's sum in the tokens' dtype."""
     value = found.reader.value(node)
-    if not isinstance(value, Combined):
+    if not isinstance(value, Combined) or _is_summed_over_ranks(found, node):
         return False
     dtype = found.reader.dtype(value.output.hidden.rows.x)
     earlier = [s for s in node.all_input_nodes if isinstance(found.reader.value(s), Combined)]
     return found.reader.dtype(node) == dtype and all(found.reader.dtype(source) != dtype for source in earlier)
+
+
+def _is_summed_over_ranks(found: Interpretation, node: Node) -> bool:
+    """Whether ``node``, or what only repeats it, is a part of a sum over ranks."""
+    read = found.reader
+    return any(
+        isinstance(read.value(user), PendingSum)
+        or (read.root(user) is read.root(node) and _is_summed_over_ranks(found, user))
+        for user in node.users
+    )
 
 
 def _refuse_lost(found: Interpretation, head: Node, reached: set[Node], sinks: list[Node]) -> Refusal:
@@ -159,18 +177,27 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     output = combined.output
     rows, ids, weights = output.hidden.rows, output.hidden.ids, output.weights
     assert weights is not None, "only weighted rows are grouped by token"
+    conditions: list[Check] = []
+    sharing = sharing_of(read, combined)
+    if sharing is not None:
+        ask([Condition("one layer of its ranks", sharing if isinstance(sharing, str) else None)], "match", conditions)
+    if isinstance(sharing, str):
+        return refuse(found, sink, sharing, [*rule_checks(found, [sink]), *conditions])
+    if sharing is not None:
+        ids, weights = sharing.ids, sharing.weights
     gate = recognize_gate(output.expression)
     gate_up, down = output.hidden.gate_up, output.down
     parameters = [node for node in (gate_up.weight, gate_up.bias, down.weight, down.bias) if node is not None]
     inputs = [rows.x, ids, weights, *parameters]
     region = with_idle_writes(read, closure((sink,), inputs), sink)
-    conditions: list[Check] = []
     reason = ask(_conditions(found, sink, output, gate, region, inputs), "match", conditions)
     if reason is not None:
         return refuse(found, sink, reason, [*rule_checks(found, [sink], inputs), *conditions])
     assert isinstance(gate, Gate), "a condition refuses unknown gates"
     found.sums[read.root(sink)] = sink
-    router = find_router(found, ids, weights, rows.x, region)
+    router: RouterFound | str = "its experts are on several ranks"
+    if sharing is None or sharing.spec is None:
+        router = find_router(found, ids, weights, rows.x, region)
     ask([Condition("router can join", router if isinstance(router, str) else None)], "match", conditions)
     return make_match(
         found,
@@ -183,6 +210,7 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
         router=router.router if isinstance(router, RouterFound) else None,
         router_reason=None if isinstance(router, RouterFound) else router,
         symbols=router.symbols if isinstance(router, RouterFound) else (),
+        sharing=sharing,
         conditions=conditions,
     )
 
@@ -197,6 +225,8 @@ def _conditions(
 ) -> Iterator[Condition]:
     read = found.reader
     dtype = read.dtype(output.hidden.rows.x)
+    if written := _write_reason(read, sink):
+        yield Condition("a value of its own", written)
     yield Condition("known gate", gate if isinstance(gate, str) else None)
     yield Condition("weights agree", weights_reason(read, output.hidden.gate_up, output.down, dtype))
     yield Condition("shapes agree", _shape_reason(read, sink, output))
@@ -205,13 +235,22 @@ def _conditions(
 
 def _past_repetitions(found: Interpretation, sink: Node) -> Node:
     """The last node that only hands the sum on in the same mode, such as a cast to the dtype that it has."""
-    view, root = found.view, found.reader.root(sink)
+    read, view = found.reader, found.view
     while len(sink.users) == 1:
         user = next(iter(sink.users))
-        if found.reader.root(user) is not root or view.state[view.origin[user]] != view.state[view.origin[sink]]:
+        is_write = user.target is aten.copy_.default and read.value(user) == read.value(sink)
+        if not is_write and read.root(user) is not read.root(sink):
+            break
+        if view.state[view.origin[user]] != view.state[view.origin[sink]]:
             break
         sink = user
     return sink
+
+
+def _write_reason(read: Reader, sink: Node) -> str | None:
+    if written_nodes(sink):
+        return f"the sum over ranks is only what {read.describe(sink)} writes; use the result of all_reduce"
+    return None
 
 
 def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:

@@ -13,6 +13,7 @@ from ..conditions import Condition, ask
 from ..facts import Check, MoEMatch
 from .interpret import Interpretation
 from .match_context import RoutingNodes, context_conditions, make_match, weights_reason, with_idle_writes
+from .parallel_values import OwnIds
 from .patterns.activations import recognize_gate
 from .region import closure
 from .values import ExpertOutput, PerChoice, TokenRows, Value
@@ -31,6 +32,8 @@ def match_rows(found: Interpretation, head: Node, reached: set[Node]) -> MoEMatc
         return None
     if any(node in found.sentences for node in lost):
         return None
+    if any(isinstance(read.value(value.hidden.ids), OwnIds) for value in outputs.values()):
+        return None  # masks of other ranks' rows were read as nothing, which holds for rows of weight 0 alone
     whole = [node for node, output in outputs.items() if _is_row_of_its_token(found, node, output)]
     if not whole:
         return None

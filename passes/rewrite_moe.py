@@ -54,6 +54,11 @@ def op_call(match: MoEMatch, plan: MoEPlan) -> tuple[OpOverload, tuple[Argument,
     if plan.op == "experts":
         target = torch.ops.perseus.experts.default
         return target, (match.x_TD, match.ids_TK, match.weights_TK, *match.experts), numbers
+    if plan.op == "experts_parallel":
+        assert match.parallel is not None, "a plan for perseus::experts_parallel needs ranks that share the experts"
+        numbers |= match.parallel.as_kwargs()
+        target = torch.ops.perseus.experts_parallel.default
+        return target, (match.x_TD, match.ids_TK, match.weights_TK, *match.experts), numbers
     router = match.router
     assert router is not None, "a plan for perseus::moe needs a matched router"
     args = (match.x_TD, router.weight_ED, router.bias_E, router.correction_bias_E, *match.experts)

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ..facts import Check
 from .interpret import Interpretation, aten
+from .patterns.all_to_all import ALL_TO_ALL_OPS, WAIT
 from .values import Combined
 
 GATHERS = (aten.index.Tensor, aten.repeat_interleave.self_int)
@@ -19,8 +20,8 @@ def lost_steps(found: Interpretation, node: Node) -> set[Node]:
     lost, pending = {node}, [node]
     while pending:
         for source in pending.pop().all_input_nodes:
-            # The row order lives in [R] and [E] values, and in the gather of the token rows.
-            step = read.dim(source) <= 1 or source.target in (*GATHERS, aten.unsqueeze.default)
+            # The row order lives in [R] and [E] values, and in how the token rows are gathered and sent.
+            step = read.dim(source) <= 1 or source.target in (*GATHERS, aten.unsqueeze.default, *ALL_TO_ALL_OPS, WAIT)
             step = step or source in found.sentences
             if step and source.op == "call_function" and read.value(source) is None and source not in lost:
                 lost.add(source)

@@ -17,6 +17,24 @@ from torch.fx import Node
 
 if TYPE_CHECKING:
     from .loop_values import LoopValue
+    from .parallel_values import (
+        Dispatch,
+        ForeignMask,
+        ForeignRows,
+        LocalIds,
+        OwnersOfIds,
+        OwnIds,
+        OwnWeights,
+        PendingSum,
+        RankCounts,
+        RankTotal,
+        RankTotals,
+        ReceivedIds,
+        ReceivedPerExpert,
+        ReceivedPermutation,
+        ReceivedSort,
+        StackedTotals,
+    )
 
 RowOrder: TypeAlias = "Node | None"
 # Elementwise expressions over one row of an expert's inner values: ("silu", x), ("mul", a, b); the leaves are HALVES
@@ -111,12 +129,16 @@ class SelectedByExpert:
 
 @dataclasses.dataclass(frozen=True)
 class TokenRows:
-    """[R, D]: the token of each routed row. ``axis``: where a unit axis was inserted, for batched products."""
+    """[R, D]: the token of each routed row. ``unit_axis``: where a unit axis was inserted, for batched products.
+
+    ``dispatch``: set where the rows are not this rank's choices but those that all ranks sent to it.
+    """
 
     x: Node
     order: RowOrder
     top_k: int
     unit_axis: Literal[1, 2, None] = None
+    dispatch: Dispatch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +196,13 @@ class ExpertOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class UnweightedGrid:
+    """[T, K, D]: expert outputs in choice order, before the routing weights."""
+
+    output: ExpertOutput
+
+
+@dataclasses.dataclass(frozen=True)
 class ChoiceGrid:
     """[T, K, D]: weighted expert outputs in choice order."""
 
@@ -182,9 +211,13 @@ class ChoiceGrid:
 
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """[T, D]: the sum over the choices; the whole MoE layer without its router."""
+    """[T, D]: the sum over the choices; the whole MoE layer without its router.
+
+    ``group``: set where it is the sum over the ranks of this process group, too.
+    """
 
     output: ExpertOutput
+    group: str | None = None
 
 
 # ---- router ----
@@ -302,8 +335,10 @@ Value: TypeAlias = (
     "PerChoice | NeverTrue | SortResult | Permutation | InversePermutation | RowToken | ExpertCounts | ExpertEnds"
     " | SwappedMatrix | SelectedByExpert | TokenRows | Hidden | HiddenHalves | Gated | ExpertOutput | ChoiceGrid"
     " | Combined | Logits | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds"
-    " | ChosenScores | ChosenSum | LoopValue"
+    " | ChosenScores | ChosenSum | RankCounts | RankTotals | StackedTotals | RankTotal | ReceivedIds | ReceivedSort"
+    " | ReceivedPermutation | ReceivedPerExpert | UnweightedGrid | PendingSum | OwnersOfIds | LocalIds"
+    " | ForeignMask | OwnIds | OwnWeights | ForeignRows | LoopValue"
 )
 
 # The values that exist only inside an expert: a user outside the match keeps the whole layer alive, so it is refused.
-INNER_VALUES = (TokenRows, Hidden, HiddenHalves, Gated, ExpertOutput, ChoiceGrid)
+INNER_VALUES = (TokenRows, Hidden, HiddenHalves, Gated, ExpertOutput, UnweightedGrid, ChoiceGrid)

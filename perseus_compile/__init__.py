@@ -2,10 +2,11 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import checked_ids, experts_list, ops  # noqa: F401  (they register torch.ops.perseus)
+from . import checked_ids, experts_list, ops, parallel_ops  # noqa: F401  (they register torch.ops.perseus)
 from .backend import compile, perseus
 from .errors import (
     BuildError,
+    GroupError,
     LaunchError,
     OptionError,
     PeerTimeout,
@@ -25,6 +26,7 @@ except PackageNotFoundError:  # run from a source tree that is not installed
 
 __all__ = [
     "BuildError",
+    "GroupError",
     "LaunchError",
     "OptionError",
     "Options",

@@ -17,6 +17,7 @@ from .execution_state import ExecutionState, current_state, execution_states, st
 from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
+from .parallel_layers import parallel_layers
 from .passes.distributed import find_distributed_layers
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
@@ -76,8 +77,15 @@ def rewrite_graph(
     ``start``: the modes under which ``gm`` is called, where they are not those of this moment.
     """
     start = start or current_state()
-    for child, modes in _bodies(gm, start):
+    bodies = list(_bodies(gm, start))
+    _rewrite_own_nodes(gm, options, report, start)
+    # Last: bodies may write in place to what outer nodes hand on, which shows on the fake tensors of those.
+    for child, modes in bodies:
         rewrite_graph(child, options, report, modes)
+
+
+def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState) -> None:
+    report.layers.extend(parallel_layers(gm.graph))
     report.refusals.extend(find_distributed_layers(gm))
     try:
         with report.timed("capture"):
@@ -92,6 +100,8 @@ def rewrite_graph(
     for result in found:
         with report.timed("plan"):
             decision = plan(result) if isinstance(result, MoEMatch) else result
+        if isinstance(result, MoEMatch) and result.parallel is not None and options.verify:
+            decision = _unverifiable(result)
         if isinstance(decision, Refusal):
             report.refusals.append(decision)
         else:
@@ -100,6 +110,15 @@ def rewrite_graph(
     if report.layers:
         gm.graph.lint()
         gm.recompile()
+
+
+def _unverifiable(match: MoEMatch) -> Refusal:
+    return Refusal(
+        layer=match.layer,
+        stage="plan",
+        reason="option 'verify' runs a layer on one process, and the ranks of this one exchange rows; leave verify off",
+        node=match.output.name,
+    )
 
 
 def _bodies(gm: GraphModule, start: ExecutionState) -> Iterator[tuple[GraphModule, ExecutionState]]:
@@ -122,7 +141,8 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
         part = observe.GraphPart(match.region | (match.router.region if match.router else frozenset()), match.output)
         nodes_before, lines_before = len(gm.graph.nodes), part.lines()
         rewrite(gm.graph, match, decision, check_ids=options.debug)
-    rows = cuda_report.describe(match) if observe.is_collecting() else ()  # milliseconds, for those who read them
+    wants_rows = observe.is_collecting() and match.parallel is None
+    rows = cuda_report.describe(match) if wants_rows else ()  # milliseconds, for those who read them
     report.layers.append(
         observe.LayerReport(
             layer=match.layer,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -154,7 +154,7 @@ class _ViewTracer(Interpreter):
             return super().run_node(n)
         graph = _tracer().graph
         last_before = next(iter(reversed(graph.nodes)), None)
-        result = self._run_or_make_opaque(n)
+        result = self._as_recorded(n, self._run_or_make_opaque(n))
         for node in reversed(graph.nodes):
             if node is last_before:
                 break
@@ -173,6 +173,19 @@ class _ViewTracer(Interpreter):
             self._origin_by_name[proxy.node.name] = n
             self._results_by_name[proxy.node.name] = [n]
             self._shown.add(n)
+
+    def _as_recorded(self, n: Node, result: Any) -> Any:
+        """``result``, or Dynamo's symbol for it where the host reads a number from a tensor.
+
+        Running ``item`` again makes a new symbol, of which nothing is known, such as that it is no negative size.
+        """
+        recorded = n.meta.get("example_value")
+        tracer = _tracer()
+        node = next(iter(reversed(tracer.graph.nodes)), None)
+        if not isinstance(recorded, torch.SymInt) or node is None or node.target is not torch.ops.aten.item.default:
+            return result
+        track_tensor_tree(recorded, Proxy(node, tracer), constant=None, tracer=tracer)
+        return recorded
 
     def _run_or_make_opaque(self, n: Node) -> Any:
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):

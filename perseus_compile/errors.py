@@ -34,3 +34,7 @@ class PeerTimeout(PerseusError, RuntimeError):
 
 class VerificationError(PerseusError, RuntimeError):
     """A rewrite whose numbers differ from the region that it replaces, found under ``verify=True``."""
+
+
+class GroupError(PerseusError, RuntimeError):
+    """A process group that is gone, or ranks that do not make the same call; raised on every rank."""

@@ -20,6 +20,7 @@ WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
+Tokens = Literal["split", "replicated"]
 Stage = Literal["capture", "match", "plan"]
 # Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
 Weights: TypeAlias = "Node | tuple[Node, ...]"
@@ -69,6 +70,21 @@ class ExpertsSpec:
     def as_kwargs(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "activation_params": list(self.activation_params)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """How the ranks of a group share the experts: what ``perseus::experts_parallel`` has beyond ``ExpertsSpec``.
+
+    Defaults are the op's.
+    """
+
+    group_name: str
+    tokens: Tokens = "split"  # split: each rank has tokens of its own; replicated: all ranks hold the same tokens
+    max_tokens_per_rank: int = 0  # more on any rank is an error on all; 0: no limit
+
+    def as_kwargs(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def default_dtypes(x_dtype: torch.dtype) -> dict[str, Any]:
@@ -144,6 +160,7 @@ class MoEMatch:
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
     written: tuple[Node, ...] = ()
+    parallel: ParallelSpec | None = None  # set: this rank's experts are some of those of a group
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
     checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
@@ -173,7 +190,7 @@ class Refusal:
 class MoEPlan:
     """What the rewriter does with a match: which op, and why."""
 
-    op: Literal["experts", "experts_list", "moe"]
+    op: Literal["experts", "experts_list", "experts_parallel", "moe"]
     why: str  # one clause for explain()
     checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 

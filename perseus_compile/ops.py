@@ -28,8 +28,8 @@ from perseus_compile.facts import ExpertsSpec, RoutingSpec, default_dtypes
 from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, check_tokens, token_arg, whole_arg
 from perseus_compile.routing import route
 
-_EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
-_EXPERT_DEFAULTS = (
+EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
+EXPERT_DEFAULTS = (
     "str weight_layout='out_in', str gate_layout='concatenated', str activation='silu', float[] activation_params=[], "
     "str weight_on='output', int expert_offset=0"
 )
@@ -41,12 +41,12 @@ _ROUTING_DEFAULTS = (
 # The dispatcher takes .15 us for each number that it passes, .5 us for a dtype, and .4 us more for one that is
 # keyword-only. It passes no defaults after the last argument that has another value.
 SCHEMAS = (
-    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, int num_experts, {_EXPERT_DEFAULTS}) "
+    f"experts(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, int num_experts, {EXPERT_DEFAULTS}) "
     "-> Tensor",
-    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_EXPERT_TENSORS}, "
-    f"bool[] needs_grad, int num_experts, {_EXPERT_DEFAULTS}) -> Tensor[]",
+    f"experts_backward(Tensor grad_TD, Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {EXPERT_TENSORS}, "
+    f"bool[] needs_grad, int num_experts, {EXPERT_DEFAULTS}) -> Tensor[]",
     "moe(Tensor x_TD, Tensor router_weight_ED, Tensor? router_bias_E, Tensor? correction_bias_E, "
-    f"{_EXPERT_TENSORS}, int top_k, int num_experts, {_ROUTING_DEFAULTS}, {_EXPERT_DEFAULTS}) -> Tensor",
+    f"{EXPERT_TENSORS}, int top_k, int num_experts, {_ROUTING_DEFAULTS}, {EXPERT_DEFAULTS}) -> Tensor",
 )
 
 _LIBRARY = torch.library.Library("perseus", "FRAGMENT")

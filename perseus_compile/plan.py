@@ -13,7 +13,7 @@ from torch.fx import Node
 from . import grouped
 from .conditions import Condition, ask
 from .errors import UnsupportedMoE
-from .facts import LIST_AXES, MoEMatch, MoEPlan, Refusal, RouterMatch, Weights, nodes_of
+from .facts import LIST_AXES, MoEMatch, MoEPlan, ParallelSpec, Refusal, RouterMatch, Weights, nodes_of
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -42,6 +42,10 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
     if not isinstance(match.gate_up, Node):
         return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}", checks=tuple(checks))
+    if match.parallel is not None:
+        num_local = _value(match.gate_up).shape[0]
+        why = shared_by(match.parallel, match.spec.num_experts, num_local)
+        return MoEPlan(op="experts_parallel", why=why, checks=tuple(checks))
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
     if match.router is not None:
         ask([Condition("op covers the router", apart)], "plan", checks)
@@ -63,6 +67,14 @@ def _conditions(match: MoEMatch) -> Iterator[Condition]:
         # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
         uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
         yield Condition("plain path covers the experts", uncovered)
+
+
+def shared_by(sharing: ParallelSpec, num_experts: int, num_local: int) -> str:
+    """Who shares the experts of a layer, as ``explain`` says it."""
+    return (
+        f"{num_experts} experts over {num_experts // num_local} ranks of group {sharing.group_name!r}, "
+        f"{sharing.tokens} tokens"
+    )
 
 
 def _illegal_experts(match: MoEMatch) -> str | None:

@@ -45,7 +45,7 @@ def expert_linear(
     choices = read.shape(selected.ids)[1]
     if rows.top_k != choices:
         return f"{read.describe(node)} repeats each token {rows.top_k} times for {choices} expert ids per token"
-    return Hidden(TokenRows(rows.x, rows.order, rows.top_k), selected.ids, linear)
+    return Hidden(dataclasses.replace(rows, unit_axis=None), selected.ids, linear)
 
 
 BATCHED_MM = Spelling(

@@ -100,14 +100,15 @@ def _row_token(read: Reader, node: Node) -> Value | str | None:
         return None
     if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
         return None
-    ids = _sorted_ids(read, permutation.order)
+    ids = sorted_ids(read, permutation.order)
     top_k = read.static_size(ids, 1)
     if top_k is None or node.args[1] != top_k:
         return f"{read.describe(node)} must divide by the {top_k} choices per token, got {node.args[1]}"
     return RowToken(permutation.order, top_k)
 
 
-def _sorted_ids(read: Reader, sort: Node) -> Node:
+def sorted_ids(read: Reader, sort: Node) -> Node:
+    """The [T, K] ids whose flat form ``sort`` sorts."""
     flat = read.value(sort.args[0])
     assert isinstance(flat, PerChoice), "a sort is an order only where it sorts flat ids"
     return flat.of

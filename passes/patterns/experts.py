@@ -176,8 +176,8 @@ def _grid(read: Reader, node: Node) -> Value | str | None:
         return None
     if rows.order is not None:
         return f"{read.describe(node)} groups rows by token while they are still sorted by expert"
-    if rows.weights is None:
-        return f"{read.describe(node)} groups rows by token before the routing weight is multiplied in"
+    if rows.weights is None:  # by_token.py
+        return None
     _, width = read.shape(node.args[0])
     tokens, choices = read.shape(rows.weights)
     if not read.same_sizes(read.shape(node), (tokens, choices, width)):

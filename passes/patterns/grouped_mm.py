@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from ..interpret import Reader, aten
+from ..parallel_values import ReceivedPerExpert
 from ..rule import Rule, Spelling
 from ..values import (
     ExpertCounts,
@@ -14,11 +15,11 @@ from ..values import (
     ExpertOutput,
     Gated,
     Hidden,
-    PerChoice,
     SwappedMatrix,
     TokenRows,
     Value,
 )
+from .choices import sorted_ids
 
 
 def _swap(read: Reader, node: Node) -> Value | None:
@@ -36,7 +37,7 @@ def _swap(read: Reader, node: Node) -> Value | None:
 def _grouped_product(read: Reader, node: Node) -> Value | str | None:
     """One grouped GEMM: the first expert linear on token rows, or the second on gated rows."""
     rows_node, matrix_node, ends_node = read.arguments(node, None, None, None)[:3]
-    rows, ends = read.value(rows_node), read.value(ends_node)
+    rows = read.value(rows_node)
     if not isinstance(matrix_node, Node) or read.dim(matrix_node) != 3:
         return f"{read.describe(node)} must have one [E, K, N] matrix per expert"
     if padding := _padding(read, ends_node):
@@ -45,11 +46,10 @@ def _grouped_product(read: Reader, node: Node) -> Value | str | None:
         if isinstance(rows, Hidden):
             return f"there is no gate between the two expert linears at {read.describe(node)}"
         return f"the rows of {read.describe(node)} are not tokens gathered in the order of their sorted expert ids"
-    if not isinstance(ends, ExpertEnds):
-        return f"the group offsets of {read.describe(node)} are not the cumulative counts of the expert ids"
-    order = rows.order if isinstance(rows, TokenRows) else rows.hidden.rows.order
-    if order is None or not read.same_tensor(_ids_of(read, order), ends.ids):
-        return f"the group offsets of {read.describe(node)} count other ids than those that its rows are sorted by"
+    tokens = rows if isinstance(rows, TokenRows) else rows.hidden.rows
+    ends = _ends_of(read, node, tokens, read.value(ends_node))
+    if isinstance(ends, str):
+        return ends
     swapped = read.value(matrix_node)
     if isinstance(swapped, SwappedMatrix):
         linear = ExpertLinear(swapped.of, "out_in")
@@ -64,7 +64,7 @@ def _grouped_product(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} has a bias or an output dtype of its own"
     if isinstance(rows, TokenRows):
         return Hidden(rows, ends.ids, linear)
-    return ExpertOutput(rows.hidden, rows.expression, linear, order)
+    return ExpertOutput(rows.hidden, rows.expression, linear, tokens.order)
 
 
 def _padding(read: Reader, ends: Node | None) -> Node | None:
@@ -81,10 +81,19 @@ def _padding(read: Reader, ends: Node | None) -> Node | None:
 _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Scalar, aten.ceil.default)
 
 
-def _ids_of(read: Reader, order: Node) -> Node:
-    flat = read.value(order.args[0])
-    assert isinstance(flat, PerChoice), "a sort is an order only where it sorts flat ids"
-    return flat.of
+def _ends_of(read: Reader, node: Node, rows: TokenRows, ends: Value | None) -> ExpertEnds | str:
+    """``ends`` as the ends of the experts in the order of ``rows``, or why they are not."""
+    if isinstance(ends, ReceivedPerExpert) and ends.ends and rows.dispatch is not None:
+        if rows.order is rows.dispatch.counts.exchange:
+            return f"the rows of {read.describe(node)} are ordered by the rank that sent them, not by expert"
+        if ends.counts != rows.dispatch.counts:
+            return f"the group offsets of {read.describe(node)} count other rows than those that were received"
+        return ExpertEnds(ends.counts.ids, ends.counts.num_experts // ends.counts.num_ranks)
+    if not isinstance(ends, ExpertEnds) or rows.dispatch is not None:
+        return f"the group offsets of {read.describe(node)} are not the cumulative counts of the expert ids"
+    if rows.order is None or not read.same_tensor(sorted_ids(read, rows.order), ends.ids):
+        return f"the group offsets of {read.describe(node)} count other ids than those that its rows are sorted by"
+    return ends
 
 
 def _grouped_targets() -> tuple[torch._ops.OpOverload, ...]:

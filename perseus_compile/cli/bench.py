@@ -124,12 +124,16 @@ def end_to_end(
 def compile_time(
     model_type: Annotated[str, typer.Option(help="a Hugging Face model_type")] = "qwen3_moe",
     layers: Annotated[int, typer.Option(min=1, help="decoder layers")] = 8,
+    growth: Annotated[str, typer.Option(help="numbers of decoder layers for the time per MoE layer; may be empty")] = (
+        "4,8,16"
+    ),
     rounds: Annotated[int, typer.Option(min=1, help="compiles of each contestant, in rotating order")] = 3,
     commit: Commit = None,
     out: Out = Path("bench_compile.jsonl"),
 ) -> None:
-    """Compile time: the perseus stages beside Inductor's own, without any cache."""
+    """Compile time: the perseus stages beside Inductor's own, without any cache, and their time per MoE layer."""
     require_transformers()
+    sizes = counts("--growth", growth)
     from perseus_compile.testing import bench_compile
 
     steps = track(
@@ -147,8 +151,25 @@ def compile_time(
         seconds = (f"{row[key] / 1e3:.3f}" for key in ("ms_p50", "ms_p20", "ms_p80"))
         table.add_row(row["part"], *seconds, f"{row['share_of_inductor']:.1%}")
     results().print(table)
+    if sizes:
+        rows += _print_growth(model_type, sizes, rounds, found)
     bench_rows.append(out, rows)
     _finish(out, wrong=[])
+
+
+def _print_growth(model_type: str, layers: Sequence[int], rounds: int, found: Row) -> list[Row]:
+    """Measures and prints the milliseconds per MoE layer by the number of layers."""
+    from perseus_compile.testing import bench_compile
+
+    measured = list(bench_compile.rounds_of_growth(model_type, layers=layers, rounds=rounds))
+    rows = list(bench_compile.growth_rows(measured, model_type, found))
+    table = Table(title=f"Milliseconds of all perseus stages per MoE layer, {model_type}", title_justify="left")
+    for heading in ("decoder layers", "median ms", "p20", "p80"):
+        table.add_column(heading, justify="right")
+    for num_layers, row in zip(layers, rows, strict=True):
+        table.add_row(str(num_layers), *(f"{row[key]:.1f}" for key in ("ms_p50", "ms_p20", "ms_p80")))
+    results().print(table)
+    return rows
 
 
 def _device(name: str | None) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -22,6 +23,7 @@ from perseus_compile.testing.models import random_tokens, tiny_causal_lm
 INDUCTOR = "Inductor, original graph"
 INNER = "Inductor, rewritten graph"
 STAGES = "perseus, all stages"
+PER_LAYER = "perseus, all stages, per MoE layer"
 _TOKENS = (2, 16)  # sequences, tokens
 
 
@@ -35,6 +37,30 @@ def rounds_of_seconds(model_type: str, *, num_layers: int, rounds: int) -> Itera
     model = tiny_causal_lm(model_type, num_layers=num_layers)
     for index in range(rounds):
         yield _round(model, perseus_first=index % 2 == 1)
+
+
+def rounds_of_growth(model_type: str, *, layers: Sequence[int], rounds: int) -> Iterator[dict[int, float]]:
+    """Per round, by the number of decoder layers: the seconds of all perseus stages for each MoE layer.
+
+    Nothing compiles the graph after the rewrite. The seconds do not grow with the number where the stages are linear.
+    """
+    models = {num_layers: tiny_causal_lm(model_type, num_layers=num_layers) for num_layers in layers}
+    _perseus_seconds(models[min(models)], inner="eager")  # pays for imports
+    for _ in range(rounds):
+        yield {num_layers: _seconds_per_layer(model) for num_layers, model in models.items()}
+
+
+def growth_rows(rounds: Sequence[dict[int, float]], model_type: str, conditions: Row) -> Iterator[Row]:
+    """One row per number of decoder layers."""
+    for num_layers in rounds[0]:
+        milliseconds = [1e3 * measured[num_layers] for measured in rounds]
+        yield row(
+            *("compile", f"{model_type}_{num_layers}_layers", milliseconds, conditions),
+            tokens=math.prod(_TOKENS),
+            dtype="float32",
+            impl="perseus",
+            part=PER_LAYER,
+        )
 
 
 def rows(rounds: Sequence[dict[str, float]], case: str, conditions: Row) -> Iterator[Row]:
@@ -78,9 +104,17 @@ def _inductor_seconds(model: Any) -> float:
     return seconds
 
 
-def _perseus_seconds(model: Any) -> dict[str, float]:
+def _seconds_per_layer(model: Any) -> float:
     with observe.collect() as graphs:
-        _compile_once(model, perseus)
+        stages = _perseus_seconds(model, inner="eager")
+    num_rewritten = sum(len(graph.layers) for graph in graphs)
+    assert num_rewritten, "a model without a rewritten layer has no seconds per layer"
+    return (sum(stages.values()) - stages["inner"]) / num_rewritten
+
+
+def _perseus_seconds(model: Any, inner: str = "inductor") -> dict[str, float]:
+    with observe.collect() as graphs:
+        _compile_once(model, functools.partial(perseus, options={"inner": inner}))
     total: dict[str, float] = defaultdict(float)
     for graph in graphs:
         for stage, seconds in graph.seconds.items():

@@ -175,6 +175,13 @@ def test_compile_seconds_cover_every_stage() -> None:
     assert all(seconds > 0 for seconds in measured.values())
 
 
+def test_seconds_per_layer_do_not_grow_with_the_graph() -> None:
+    """The stages are linear: a graph of eight times the layers costs each layer less than three times as much."""
+    rounds = list(bench_compile.rounds_of_growth("qwen3_moe", layers=(2, 16), rounds=3))
+    few, many = (min(measured[num_layers] for measured in rounds) for num_layers in (2, 16))
+    assert many < 3 * few
+
+
 @pytest.mark.gpu
 def test_graphs_and_functions_are_timed_alike() -> None:
     small, large = (torch.ones(size, device="cuda") for size in (1 << 20, 1 << 28))

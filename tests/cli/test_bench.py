@@ -109,8 +109,14 @@ def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {bench_compile.STAGES: 0.2, bench_compile.INDUCTOR: 4.0},
     ]
     monkeypatch.setattr(bench_compile, "rounds_of_seconds", lambda *_, **__: iter(measured))
-    output, (stages, inductor) = run(tmp_path / "rows.jsonl", "compile")
-    assert "5.0%" in output
+    growth = [{4: 0.010, 8: 0.020}, {4: 0.012, 8: 0.022}, {4: 0.011, 8: 0.021}]
+    monkeypatch.setattr(bench_compile, "rounds_of_growth", lambda *_, **__: iter(growth))
+    output, (stages, inductor, *grown) = run(tmp_path / "rows.jsonl", "compile", "--growth", "4,8")
+    assert "5.0%" in output and "11.0" in output
+    assert [(row["case"], row["ms_p50"]) for row in grown] == [
+        ("qwen3_moe_4_layers", pytest.approx(11)),
+        ("qwen3_moe_8_layers", pytest.approx(21)),
+    ]
     assert [stages[key] for key in ("ms_p20", "ms_p50", "ms_p80")] == pytest.approx([100, 200, 300])
     assert (stages["impl"], inductor["impl"]) == ("perseus", "inductor")
     assert stages["share_of_inductor"] == 0.05 and inductor["share_of_inductor"] == 1.0
@@ -120,7 +126,7 @@ def test_rows_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = tmp_path / "rows.jsonl"
     out.write_text('{"earlier": "row"}\n')
     monkeypatch.setattr(bench_compile, "rounds_of_seconds", lambda *_, **__: iter([{bench_compile.INDUCTOR: 2.0}]))
-    assert CliRunner().invoke(cli.app, ["bench", "compile", "--out", str(out)]).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["bench", "compile", "--growth", "", "--out", str(out)]).exit_code == 0
     assert len(out.read_text().splitlines()) == 2
 
 

@@ -53,6 +53,8 @@ def _term(
         if any(row is None or row.mask != mask or row.leading for row in rows):
             return f"the rows of expert {expert} at {read.describe(output)} are not the tokens that chose it"
         tokens = {row.x for row in rows if row is not None}
+        if weights is None and "choice" not in mask.axes and not has_distinct_experts(read, ids):
+            return f"expert {expert} adds once to a token that chooses it twice, without a weight"
     if len(tokens) != 1:
         return f"the linear maps of expert {expert} at {read.describe(output)} read different tokens"
     return ExpertTerm(body, ids, expert, mask, weights)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import DenseLoop, ExpertLoop, Hits, StackedLoop, SwitchLoop, add_by_index
+from loops import DenseLoop, ExpertLoop, Hits, StackedLoop, SwitchLoop, add_by_index, any_choice
 from near_miss import Case, check
 from spellings import changed
 from torch import Tensor, nn
@@ -93,6 +93,10 @@ def other_weights(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
 def weight_of_other_expert(layer: Any, rows: Tensor, weights: Tensor, hits: Hits) -> Tensor:
     return rows * (weights * ~hits).sum(dim=-1, keepdim=True)
+
+
+def unweighted(layer: ExpertLoop, rows: Tensor, weights: Tensor, hits: Hits) -> Tensor:
+    return rows
 
 
 # ---- inside an expert
@@ -255,6 +259,11 @@ NEAR_MISSES = (
         "an expert chosen twice is added once",
         loop_of(ExpertLoop, route=duplicated, add=add_by_index),
         "refused: aten.index_put_.default adds once where a token chooses an expert twice; index_add adds all",
+    ),
+    Case(
+        "an expert chosen twice is added once, without a weight",
+        loop_of(ExpertLoop, route=duplicated, hits=any_choice, weigh=unweighted, add=add_by_index),
+        "refused: expert 0 adds once to a token that chooses it twice, without a weight",
     ),
     Case(
         "sums of several experts are overwritten",

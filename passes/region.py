@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,13 +60,7 @@ def write_to_inputs(view: AtenView, nodes: Iterable[Node], inputs: Iterable[Node
 
 def later_write(view: AtenView, node: Node, inputs: Iterable[Node]) -> Node | None:
     """The first traced node after ``node`` that writes in place to a tensor of ``inputs``."""
-    return write_to_inputs(view, (other for other in _after(node) if other not in view.opaque), inputs)
-
-
-def _after(node: Node) -> Iterator[Node]:
-    while node.op != "output":
-        node = node.next
-        yield node
+    return write_to_inputs(view, (writer for writer in view.writers if writer > node), inputs)
 
 
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
@@ -54,6 +56,12 @@ class AtenView:
     state: dict[Node, ExecutionState]
     opaque: frozenset[Node]
     plain: frozenset[Node] = frozenset()
+
+    @functools.cached_property
+    def writers(self) -> tuple[Node, ...]:
+        """The traced nodes that write in place, in order."""
+        traced = (node for node in self.graph.nodes if isinstance(node.target, OpOverload))
+        return tuple(node for node in traced if node.target._schema.is_mutable)
 
     def dynamo_value(self, node: Node) -> Node | None:
         """The first Dynamo node whose result ``node`` is; None where it exists only inside one of Dynamo's nodes."""

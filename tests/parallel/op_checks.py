@@ -54,8 +54,11 @@ def ids_of_one_owner(num_tokens: list[int], owner: int) -> Tensor:
     return torch.randint(first, first + NUM_LOCAL, (sum(num_tokens), 2), generator=generator)
 
 
-def check_split(num_tokens: list[int], owner: int | None, form: dict[str, Any]) -> None:
-    """Output and all gradients, for tokens of its own on each rank; with ``owner``, all of them go to that rank."""
+def check_split(num_tokens: list[int], owner: int | None, form: dict[str, Any], device: str = "cpu") -> None:
+    """Output and all gradients, for tokens of its own on each rank; with ``owner``, all of them go to that rank.
+
+    The ranks compute on ``device``; what they are compared with is computed on the CPU.
+    """
     ids = random_ids(num_tokens) if owner is None else ids_of_one_owner(num_tokens, owner)
     whole = whole_case(ids, **form)
     exact = whole.exact().leaves()
@@ -63,26 +66,35 @@ def check_split(num_tokens: list[int], owner: int | None, form: dict[str, Any]) 
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(whole["x"].dtype)
     expected.backward(grad.double())
 
-    mine = part_of(whole, num_tokens).leaves()
+    mine = _on(device, part_of(whole, num_tokens)).leaves()
     actual = run(mine)
     rows = my_rows(num_tokens)
-    assert_near(actual, expected[rows])
-    actual.backward(grad[rows])
+    assert_near(actual.cpu(), expected[rows])
+    actual.backward(grad[rows].to(device))
     _check_gradients(mine, part_of(_gradients(exact), num_tokens), whole["x"].dtype)
 
 
-def check_replicated(form: dict[str, Any]) -> None:
-    """Output and all gradients, for the same tokens on all ranks."""
+def check_replicated(form: dict[str, Any], device: str = "cpu") -> None:
+    """Output and all gradients, for the same tokens on all ranks; ``device`` as in ``check_split``."""
     whole = whole_case(random_ids([9]), **form)
     exact = whole.exact().leaves()
     expected = exact.run()
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(whole["x"].dtype)
     expected.backward(grad.double())
-    mine = part_of(whole, None).leaves()
+    mine = _on(device, part_of(whole, None)).leaves()
     actual = run(mine, tokens="replicated")
-    assert_near(actual, expected)
-    actual.backward(grad)
+    assert_near(actual.cpu(), expected)
+    actual.backward(grad.to(device))
     _check_gradients(mine, part_of(_gradients(exact), None), whole["x"].dtype)
+
+
+def _on(device: str, case: Case) -> Case:
+    """The call on another device; on "cuda", on the GPU that has the number of this rank."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    return case.having(
+        **{name: one.to(device) for name, one in zip(NAMES, case.tensors, strict=True) if one is not None}
+    )
 
 
 def _gradients(case: Case) -> Case:
@@ -94,7 +106,7 @@ def _check_gradients(mine: Case, expected: Case, dtype: torch.dtype) -> None:
     for name in DIFFERENTIABLE:
         if mine.tensors[NAMES.index(name)] is not None:
             assert mine[name].grad is not None, name
-            assert_near(mine[name].grad, expected[name], dtype)
+            assert_near(mine[name].grad.cpu(), expected[name], dtype)
 
 
 def check_order_of_sums() -> None:

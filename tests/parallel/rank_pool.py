@@ -1,4 +1,6 @@
-"""Processes that are the ranks of a gloo group and run checks together; kept over many tests: a start takes seconds.
+"""Processes that are the ranks of a group and run checks together; kept over many tests: a start takes seconds.
+
+The group speaks gloo between CPUs and, where each rank has a GPU, NCCL between those.
 
 A check is a function of a module on pytest's pythonpath; it runs on every rank, in a process that has a group already.
 """
@@ -26,7 +28,7 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """``size`` processes with one gloo group over all of them."""
+    """``size`` processes with one group over all of them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -88,7 +90,8 @@ class RankPool:
 def _serve(pipe: Connection, rank: int, size: int, store: str) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         check, args, kwargs = pipe.recv()
         torch._dynamo.reset()

@@ -144,7 +144,8 @@ class Reader:
 
     def _record_root(self, node: Node) -> Node | None:
         """Notes and returns the source of a node that only repeats its first argument."""
-        if node.target not in _SAME_NUMBERS or not node.args or not isinstance(node.args[0], Node):
+        repeats = node.target in _SAME_NUMBERS or _is_idle_dropout(node)
+        if not repeats or not node.args or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
         if self.dim(source) < 0 or self.dim(node) < 0:
@@ -202,7 +203,7 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
                 reader._record(node, value)
             continue
         target = functional_form(node)
-        problem = _write_problem(node) if target is not node.target else None
+        problem = write_problem(node) if target is not node.target else None
         for rule in by_target.get(target, ()):
             answer = rule.derive(reader, node) if problem is None else problem
             if isinstance(answer, str):
@@ -227,7 +228,7 @@ def functional_form(node: Node) -> Any:
     return getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, target)
 
 
-def _write_problem(node: Node) -> str | None:
+def write_problem(node: Node) -> str | None:
     """Why an in-place operator cannot be read as its functional form, if it cannot.
 
     It can where nobody else sees the write: the written value was born in the graph, has its own place for each
@@ -261,12 +262,19 @@ def _readers_around(written: Node, writer: Node) -> set[Node]:
     return readers
 
 
+def _is_idle_dropout(node: Node) -> bool:
+    """Whether a dropout is one of evaluation, which hands its input on."""
+    return node.target is aten.dropout.default and len(node.args) == 3 and node.args[2] is False
+
+
 def view_base(node: Node) -> Node | None:
     """The tensor of which ``node`` is a view, one step down, or None where it has storage of its own."""
     if not node.args or not isinstance(node.args[0], Node):
         return None
     if node.target is operator.getitem:
         return view_base(node.args[0])
+    if _is_idle_dropout(node):
+        return node.args[0]
     if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
         return node.args[0]
     return None

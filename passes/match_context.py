@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..conditions import Condition
-from ..facts import Check, ExpertsSpec, MoEMatch, RouterMatch
+from ..capture import AtenView
+from ..conditions import Condition, ask
+from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, RouterMatch
 from .id_bound import id_bound
-from .interpret import Interpretation, Reader
+from .interpret import Interpretation, Reader, functional_form
 from .match_parallel import Sharing, with_sizes
 from .parallel_values import PendingSum
 from .patterns import spellings
@@ -145,9 +147,17 @@ def no_autocast(found: Interpretation, node: Node) -> Condition:
 
 
 def context_conditions(
-    found: Interpretation, sink: Node, region: frozenset[Node], inputs: list[Node]
+    found: Interpretation,
+    sink: Node,
+    region: frozenset[Node],
+    inputs: list[Node],
+    *,
+    inner: Iterable[Node] | None = None,
 ) -> Iterator[Condition]:
-    """What must hold so that the region can be replaced where it stands, cheap questions first."""
+    """What must hold so that the region can be replaced where it stands, cheap questions first.
+
+    ``inner``: the nodes that are gone once it is; by default those whose meanings say so.
+    """
     read, view = found.reader, found.view
     state = view.state[view.origin[sink]]
     yield no_autocast(found, sink)
@@ -155,16 +165,18 @@ def context_conditions(
     floats = (node for node in region if read.dim(node) >= 0 and _is_float(node))
     is_mixed = any(view.state[view.origin[node]] != state for node in floats)
     yield Condition("one mode", "its nodes run under different gradient or autocast modes" if is_mixed else None)
-    yield Condition("inner values unread", _inner_reader_reason(read, sink, region, inputs))
+    if inner is None:
+        inner = [node for node in region if isinstance(read.value(node), _PRIVATE_VALUES)]
+    inner = [node for node in inner if node is not sink]
+    yield Condition("inner values unread", _inner_reader_reason(read, inner, region, inputs))
     yield Condition("writes", _write_reason(found, sink, region, inputs))
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None]
+    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None and not _is_setitem(view, node)]
     yield Condition(
         "whole values", f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes" if missing else None
     )
 
 
-def _inner_reader_reason(read: Reader, sink: Node, region: frozenset[Node], inputs: list[Node]) -> str | None:
-    inner = [node for node in region if node is not sink and isinstance(read.value(node), _PRIVATE_VALUES)]
+def _inner_reader_reason(read: Reader, inner: list[Node], region: frozenset[Node], inputs: list[Node]) -> str | None:
     # The input of a layer may be the sum of the layer before, handed on by nodes such as a cast to the dtype it has.
     inner = [node for node in inner if read.root(node) not in inputs]
     if reader := outside_reader(inner, region):
@@ -185,6 +197,11 @@ def _write_reason(found: Interpretation, sink: Node, region: frozenset[Node], in
     return None
 
 
+def _is_setitem(view: AtenView, node: Node) -> bool:
+    """Whether ``node`` is the write of tensor[...] = ..., which has no value of its own in Dynamo's graph."""
+    return view.origin[node].target is operator.setitem and functional_form(node) is not node.target
+
+
 def _is_float(node: Node) -> bool:
     return node.meta["val"].is_floating_point()
 
@@ -194,3 +211,13 @@ def layer_name(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = next(iter(reversed(list(stack.values()))), ("",))[0]
     return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"
+
+
+def refuse(found: Interpretation, node: Node, reason: str, checks: list[Check]) -> Refusal:
+    """The refusal of the layer around ``node``, with what was asked about it."""
+    origin = found.view.origin[node]
+    autocast = no_autocast(found, node)
+    if autocast.reason not in (None, reason):
+        # It inserts casts, whose own sentences would lead away from the cause.
+        reason = ask([autocast], "match", checks) or reason
+    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name, checks=tuple(checks))

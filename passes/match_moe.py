@@ -14,16 +14,17 @@ from ..capture import AtenView
 from ..conditions import Condition, ask
 from ..facts import Check, MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
+from .lost_experts import lost_experts
 from .match_context import (
     LAYER_VALUES,
     RoutingNodes,
     context_conditions,
-    layer_name,
     make_match,
-    no_autocast,
+    refuse,
     weights_reason,
     with_idle_writes,
 )
+from .match_loops import ends_loop, match_loop
 from .match_parallel import sharing_of
 from .match_routing import RouterFound, find_router
 from .match_rows import match_rows
@@ -37,7 +38,7 @@ from .values import Combined, ExpertOutput, Hidden, SelectedByExpert
 
 
 def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
-    """All MoE layers of a graph, in graph order, each as a match or as a refusal."""
+    """All MoE layers of a graph, each as a match or as a refusal: in graph order, those without a sum last."""
     found = interpret(view, all_rules())
     results: list[MoEMatch | Refusal] = []
     explained: set[Node] = set()
@@ -51,14 +52,16 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
                 result = _match(found, node, sinks[0])
             else:
                 result = match_rows(found, node, reached) or _refuse_lost(found, node, reached, sinks)
+        elif ends_loop(found, node):
+            result = match_loop(found, node)
         elif node not in explained and (_is_lost_product(found, node) or _selects_by_lost_ids(found, node)):
-            result = _refuse(found, node, _cause(found, node), rule_checks(found, [], lost=lost_steps(found, node)))
+            result = refuse(found, node, _cause(found, node), rule_checks(found, [], lost=lost_steps(found, node)))
         else:
             continue
         results.append(result)
         if isinstance(result, Refusal):
             _explain_rest(found, node, explained, passed)
-    return results
+    return results + lost_experts(found)
 
 
 def _reads(found: Interpretation, node: Node, kind: type) -> bool:
@@ -147,7 +150,7 @@ def _refuse_lost(found: Interpretation, head: Node, reached: set[Node], sinks: l
     first = next((node for node in unknown if node in found.sentences), unknown[0] if unknown else None)
     reason = _why_lost(found, first, len(sinks))
     steps = lost_steps(found, first) if first is not None and not sinks else ()
-    return _refuse(found, head, reason, rule_checks(found, known, lost=steps))
+    return refuse(found, head, reason, rule_checks(found, known, lost=steps))
 
 
 def _why_lost(found: Interpretation, first: Node | None, num_sums: int) -> str:
@@ -179,7 +182,7 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     if sharing is not None:
         ask([Condition("one layer of its ranks", sharing if isinstance(sharing, str) else None)], "match", conditions)
     if isinstance(sharing, str):
-        return _refuse(found, sink, sharing, [*rule_checks(found, [sink]), *conditions])
+        return refuse(found, sink, sharing, [*rule_checks(found, [sink]), *conditions])
     if sharing is not None:
         ids, weights = sharing.ids, sharing.weights
     gate = recognize_gate(output.expression)
@@ -189,7 +192,7 @@ def _match(found: Interpretation, head: Node, sink: Node) -> MoEMatch | Refusal:
     region = with_idle_writes(read, closure((sink,), inputs), sink)
     reason = ask(_conditions(found, sink, output, gate, region, inputs), "match", conditions)
     if reason is not None:
-        return _refuse(found, sink, reason, [*rule_checks(found, [sink], inputs), *conditions])
+        return refuse(found, sink, reason, [*rule_checks(found, [sink], inputs), *conditions])
     assert isinstance(gate, Gate), "a condition refuses unknown gates"
     found.sums[read.root(sink)] = sink
     router: RouterFound | str = "its experts are on several ranks"
@@ -261,12 +264,3 @@ def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:
     if not read.same_sizes(read.shape(sink), read.shape(rows.x)):
         return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(rows.x))}"
     return None
-
-
-def _refuse(found: Interpretation, node: Node, reason: str, checks: list[Check]) -> Refusal:
-    origin = found.view.origin[node]
-    autocast = no_autocast(found, node)
-    if autocast.reason not in (None, reason):
-        # It inserts casts, whose own sentences would lead away from the cause.
-        reason = ask([autocast], "match", checks) or reason
-    return Refusal(layer=layer_name(origin), stage="match", reason=reason, node=origin.name, checks=tuple(checks))

@@ -26,7 +26,7 @@ def closure(outputs: Iterable[Node], inputs: Iterable[Node]) -> frozenset[Node]:
         if node in region:
             continue
         region.add(node)
-        pending.extend(source for source in node.all_input_nodes if source not in stop and _carries_tensors(source))
+        pending.extend(source for source in node.all_input_nodes if source not in stop and carries_tensors(source))
     return frozenset(region)
 
 
@@ -34,7 +34,7 @@ def outside_reader(nodes: Iterable[Node], region: frozenset[Node]) -> tuple[Node
     """The first of ``nodes`` that a live node outside ``region`` reads, and that reader, if there is one."""
     for node in sorted(nodes):
         for user in node.users:
-            if user not in region and _is_live(user) and _carries_tensors(user):
+            if user not in region and _is_live(user) and carries_tensors(user):
                 return node, user
     return None
 
@@ -103,7 +103,7 @@ def _storages_of(value: object) -> frozenset[int]:
     return frozenset(storages)
 
 
-def _carries_tensors(node: Node) -> bool:
+def carries_tensors(node: Node) -> bool:
     if node.op == "output":
         return True
     value = node.meta.get("val")

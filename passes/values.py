@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 if TYPE_CHECKING:
+    from .loop_values import LoopValue
     from .parallel_values import (
         Dispatch,
         ForeignMask,
@@ -142,11 +143,15 @@ class TokenRows:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLinear:
-    """One linear map with per-expert weights."""
+    """One linear map with per-expert weights.
+
+    ``transposed``: a view of the weight in the other layout, if the graph holds one.
+    """
 
     weight: Node
     layout: Literal["out_in", "in_out"]
     bias: Node | None = None
+    transposed: Node | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +337,7 @@ Value: TypeAlias = (
     " | Combined | Logits | Scores | ChoiceScores | GroupView | GroupTopK | GroupScores | GroupMask | TopK | ChosenIds"
     " | ChosenScores | ChosenSum | RankCounts | RankTotals | StackedTotals | RankTotal | ReceivedIds | ReceivedSort"
     " | ReceivedPermutation | ReceivedPerExpert | UnweightedGrid | PendingSum | OwnersOfIds | LocalIds"
-    " | ForeignMask | OwnIds | OwnWeights | ForeignRows"
+    " | ForeignMask | OwnIds | OwnWeights | ForeignRows | LoopValue"
 )
 
 # The values that exist only inside an expert: a user outside the match keeps the whole layer alive, so it is refused.

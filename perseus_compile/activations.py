@@ -73,6 +73,8 @@ def _function(value: Tensor, activation: str) -> Tensor:
     """An activation of one value, a fresh tensor."""
     if activation == "silu":
         return F.silu(value)
+    if activation == "relu":
+        return F.relu(value)
     if activation == "relu2":
         return F.relu(value).square_()
     return F.gelu(value, approximate=_GELU[activation])
@@ -81,6 +83,8 @@ def _function(value: Tensor, activation: str) -> Tensor:
 def _function_backward(grad: Tensor, value: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return torch.ops.aten.silu_backward(grad, value)
+    if activation == "relu":
+        return grad * (value > 0)
     if activation == "relu2":
         return F.relu(value).mul_(2).mul_(grad)
     return torch.ops.aten.gelu_backward(grad, value, approximate=_GELU[activation])

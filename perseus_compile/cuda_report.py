@@ -39,9 +39,12 @@ class BucketReport:
 
 
 def describe(match: MoEMatch) -> tuple[BucketReport, ...]:
-    """A row per token bucket; none where the layer is not on a GPU. The layer must be one that ``plan`` rewrites."""
+    """A row per token bucket; none where the layer is not on a GPU, or has a tensor of weights for each expert.
+
+    The layer must be one that ``plan`` rewrites.
+    """
     x = _value(match.x_TD)
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or not isinstance(match.gate_up, Node):
         return ()
     return tuple(_row(match, x, num_tokens) for num_tokens in TOKENS)
 

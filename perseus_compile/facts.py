@@ -10,7 +10,7 @@ a linear map, R routed rows (T*K).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -18,10 +18,13 @@ from torch.fx import Node
 Routing = Literal["softmax_topk", "topk_softmax", "sigmoid_topk"]
 WeightLayout = Literal["out_in", "in_out"]
 GateLayout = Literal["concatenated", "interleaved", "none"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "clamped_silu", "softcapped_silu"]
 WeightOn = Literal["output", "input"]
 Tokens = Literal["split", "replicated"]
 Stage = Literal["capture", "match", "plan"]
+# Weights or biases of all experts: one stacked tensor, or a tensor for each expert.
+Weights: TypeAlias = "Node | tuple[Node, ...]"
+LIST_AXES = (2, 1, 2, 1)  # of one expert's gate_up, gate_up_bias, down and down_bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +136,12 @@ class MoEMatch:
     """One MoE layer found in a graph, as nodes of Dynamo's graph.
 
     ``router`` is None where the experts are matched alone; ``router_reason`` then says why. ``weights_TK`` is None
-    where the match ends before the routing weights: x is then [R, D], one row per choice, and the ids are [R].
-    ``symbols`` are numbers that Dynamo made inputs of the graph and that the rewrite fixes; each takes a guard.
-    ``checks`` are what was asked about the layer, in order.
+    where the match ends before the routing weights, or has none: each is then 1. Ids of one choice per token may be
+    [T], and routing weights too. Tuples of weights are the lists of ``perseus::experts_list``, where a stack stands for
+    its entries. ``output`` becomes the perseus node; where the layer writes its sum in place, ``written`` are the other
+    nodes that are the written tensor, the first of them before any write. ``symbols`` are numbers that Dynamo made
+    inputs of the graph and that the rewrite fixes; each takes a guard. ``checks`` are what was asked about the layer,
+    in order.
     """
 
     layer: str  # dotted module path for messages only; never used to decide
@@ -143,19 +149,30 @@ class MoEMatch:
     x_TD: Node
     ids_TK: Node
     weights_TK: Node | None
-    gate_up: Node
-    gate_up_bias: Node | None
-    down: Node
-    down_bias: Node | None
+    gate_up: Weights
+    gate_up_bias: Weights | None
+    down: Weights
+    down_bias: Weights | None
     spec: ExpertsSpec
     output: Node
     region: frozenset[Node]
     router: RouterMatch | None
     router_reason: str | None
     symbols: tuple[torch.SymFloat | torch.SymInt, ...] = ()
+    written: tuple[Node, ...] = ()
     parallel: ParallelSpec | None = None  # set: this rank's experts are some of those of a group
     negative_ids_wrap: bool = False  # ids index the weights directly and may be negative: -1 is the last expert
     checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def experts(self) -> tuple[Weights, Weights | None, Weights, Weights | None]:
+        """gate_up, gate_up_bias, down and down_bias."""
+        return self.gate_up, self.gate_up_bias, self.down, self.down_bias
+
+
+def nodes_of(weights: Weights | None) -> tuple[Node, ...]:
+    """The nodes of weights: none, one or many."""
+    return () if weights is None else (weights,) if isinstance(weights, Node) else weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +190,7 @@ class Refusal:
 class MoEPlan:
     """What the rewriter does with a match: which op, and why."""
 
-    op: Literal["experts", "moe", "experts_parallel"]
+    op: Literal["experts", "experts_list", "experts_parallel", "moe"]
     why: str  # one clause for explain()
     checks: tuple[Check, ...] = dataclasses.field(default=(), repr=False, compare=False)
 

@@ -130,7 +130,7 @@ def forward(
         return x_TD.new_zeros(x_TD.shape)
     rows = sort_rows(ids_TK, spec.expert_offset, gate_up.shape[0])
     y_RD = _linear(_active(x_TD, weights_TK, gate_up, gate_up_bias, spec, rows), _as_EIO(down, spec), down_bias, rows)
-    return _combine(y_RD, weights_TK if spec.weight_on == "output" else None, rows)
+    return combine(y_RD, weights_TK if spec.weight_on == "output" else None, rows)
 
 
 def _active(
@@ -139,16 +139,21 @@ def _active(
     """[R, F]: what the second linear map reads. A function of its own, so that its temporaries end with it."""
     x_RD = x_TD.index_select(0, rows.tokens_R)
     if spec.weight_on == "input":
-        x_RD = _scale(x_RD, _row_weights(weights_TK, rows))
+        x_RD = scale(x_RD, row_weights(weights_TK, rows, x_RD.dtype))
     return activate(_linear(x_RD, _as_EIO(gate_up, spec), bias, rows), spec)
 
 
-def _row_weights(weights_TK: Tensor, rows: Rows) -> Tensor:
-    """[R, 1] in float32."""
-    return weights_TK.reshape(-1, 1).index_select(0, rows.order_R).to(torch.float32)
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which rows of ``dtype`` are weighted and summed: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _scale(rows_RI: Tensor, weights_R1: Tensor) -> Tensor:
+def row_weights(weights_TK: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """The routing weight of each row of ``dtype``, [R, 1]."""
+    return weights_TK.reshape(-1, 1).index_select(0, rows.order_R).to(sum_dtype(dtype))
+
+
+def scale(rows_RI: Tensor, weights_R1: Tensor) -> Tensor:
     """Rows times weights, rounded once."""
     return (rows_RI * weights_R1).to(rows_RI.dtype)
 
@@ -169,18 +174,18 @@ def _row_biases(bias_EO: Tensor, rows: Rows) -> Tensor:
     return bias_EO.index_select(0, rows.experts_R.clamp(max=bias_EO.shape[0] - 1).to(torch.int32))
 
 
-def _combine(rows_RD: Tensor, weights_TK: Tensor | None, rows: Rows) -> Tensor:
-    """Sum of each token's rows, times its weights if given, in choice order and in float32; skipped rows are zeros."""
-    num_choices = rows.skipped_TK.shape[1]
+def combine(rows_RD: Tensor, weights_TK: Tensor | None, rows: Rows) -> Tensor:
+    """Sum of each token's rows, times its weights if given, in choice order; skipped rows are zeros."""
+    num_choices, dtype = rows.skipped_TK.shape[1], sum_dtype(rows_RD.dtype)
     slots_TKD = rows_RD.index_select(0, rows.slots_R).unflatten(0, rows.skipped_TK.shape)
     slots_TKD.masked_fill_(rows.skipped_TK.unsqueeze(-1), 0)
     if weights_TK is None:
-        total_TD = slots_TKD[:, 0].to(torch.float32, copy=True)
+        total_TD = slots_TKD[:, 0].to(dtype, copy=True)
         for choice in range(1, num_choices):
             total_TD.add_(slots_TKD[:, choice])
     else:
         # NOTE: zero times a NaN is a NaN, so the weight of a skipped choice must go too.
-        weights_TK1 = weights_TK.to(torch.float32).masked_fill(rows.skipped_TK, 0).unsqueeze(-1)
+        weights_TK1 = weights_TK.to(dtype).masked_fill(rows.skipped_TK, 0).unsqueeze(-1)
         total_TD = slots_TKD[:, 0] * weights_TK1[:, 0]
         for choice in range(1, num_choices):
             total_TD.addcmul_(slots_TKD[:, choice], weights_TK1[:, choice])
@@ -210,27 +215,27 @@ def backward(
         return [tensor.new_zeros(tensor.shape) for tensor, needed in tensors if needed and tensor is not None]
     on_output = spec.weight_on == "output"
     rows = sort_rows(ids_TK, spec.expert_offset, gate_up.shape[0])
-    weights_R1 = _row_weights(weights_TK, rows)
+    weights_R1 = row_weights(weights_TK, rows, x_TD.dtype)
     x_RD = x_TD.index_select(0, rows.tokens_R)
-    expert_in_RD = x_RD if on_output else _scale(x_RD, weights_R1)
+    expert_in_RD = x_RD if on_output else scale(x_RD, weights_R1)
     hidden_RH = _linear(expert_in_RD, _as_EIO(gate_up, spec), gate_up_bias, rows)
     active_RF = activate(hidden_RH, spec)
 
     grad_RD = grad_TD.index_select(0, rows.tokens_R)  # of the token's output, not yet weighted
-    grad_y_RD = _scale(grad_RD, weights_R1) if on_output and (need_down or need_down_bias) else grad_RD
+    grad_y_RD = scale(grad_RD, weights_R1) if on_output and (need_down or need_down_bias) else grad_RD
     if need_x or need_weights or need_gate_up or need_gate_up_bias:
         back_RF = _linear(grad_RD, _as_EIO(down, spec).transpose(1, 2), None, rows)
-        grad_hidden_RH = activate_backward(_scale(back_RF, weights_R1) if on_output else back_RF, hidden_RH, spec)
+        grad_hidden_RH = activate_backward(scale(back_RF, weights_R1) if on_output else back_RF, hidden_RH, spec)
 
     grads: list[Tensor] = []
     if need_x or (need_weights and not on_output):
         grad_in_RD = _linear(grad_hidden_RH, _as_EIO(gate_up, spec).transpose(1, 2), None, rows)
     if need_x:
-        grads.append(_combine(grad_in_RD, None if on_output else weights_TK, rows))
+        grads.append(combine(grad_in_RD, None if on_output else weights_TK, rows))
     if need_weights:
-        dot_R = _row_dots(back_RF, active_RF) if on_output else _row_dots(grad_in_RD, x_RD)
+        dot_R = row_dots(back_RF, active_RF) if on_output else row_dots(grad_in_RD, x_RD)
         if on_output and down_bias is not None:
-            dot_R += _row_dots(grad_RD, _row_biases(down_bias, rows))
+            dot_R += row_dots(grad_RD, _row_biases(down_bias, rows))
         dot_TK = dot_R.index_select(0, rows.slots_R).view(ids_TK.shape)
         grads.append(dot_TK.masked_fill_(rows.skipped_TK, 0).to(weights_TK.dtype))
     if need_gate_up:
@@ -244,9 +249,9 @@ def backward(
     return grads
 
 
-def _row_dots(left_RI: Tensor, right_RI: Tensor) -> Tensor:
-    """[R] in float32; of a skipped row, anything."""
-    return (left_RI.to(torch.float32) * right_RI).sum(-1)
+def row_dots(left_RI: Tensor, right_RI: Tensor) -> Tensor:
+    """The dot product of each pair of rows, [R]; of a skipped row, anything."""
+    return (left_RI.to(sum_dtype(left_RI.dtype)) * right_RI).sum(-1)
 
 
 def _weight_grad(rows_RI: Tensor, grad_RO: Tensor, spec: ExpertsSpec, rows: Rows) -> Tensor:

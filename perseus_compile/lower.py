@@ -36,6 +36,7 @@ ACTIVATION_PARAMS: dict[str, tuple[str, ...]] = {
     "silu": (),
     "gelu": (),
     "gelu_tanh": (),
+    "relu": (),
     "relu2": (),
     "clamped_swiglu": ("alpha", "limit"),
     "clamped_silu": ("limit",),
@@ -83,6 +84,61 @@ def whole_arg(tensor: Tensor) -> Arg:
     return Arg(tensor.device, tensor.dtype, tensor.shape)
 
 
+def listed_args(tokens: Sequence[Arg], lists: Sequence[Sequence[Arg]], spec: ExpertsSpec) -> ExpertsArgs:
+    """The arguments of ``perseus::experts_list`` as those of ``perseus::experts``: as if the lists were stacked.
+
+    Args:
+        tokens: x, ids and weights.
+        lists: gate_up, gate_up_bias, down, down_bias. One tensor per expert each; two in the first two where gates and
+            up halves are apart; no biases where there are none.
+
+    Raises:
+        UnsupportedMoE: the lists cannot be the weights of the same experts.
+    """
+    gate_up, gate_up_bias, down, down_bias = lists
+    num_local = len(down)
+    pieces = 2 if num_local and len(gate_up) == 2 * num_local else 1
+    if pieces == 2 and spec.gate_layout != "concatenated":
+        raise UnsupportedMoE(
+            f"gates and up halves that are tensors of their own belong to gate_layout='concatenated', got "
+            f"gate_layout='{spec.gate_layout}'; pass one gate_up tensor per expert"
+        )
+    output_axis = 0 if spec.weight_layout == "out_in" else 1
+    x, ids, weights = tokens
+    return ExpertsArgs(
+        x,
+        ids,
+        weights,
+        _stacked("gate_up", gate_up, pieces * num_local, pieces, output_axis),
+        _stacked("gate_up_bias", gate_up_bias, pieces * num_local, pieces, 0) if gate_up_bias else None,
+        _stacked("down", down, num_local, 1, output_axis),
+        _stacked("down_bias", down_bias, num_local, 1, 0) if down_bias else None,
+    )
+
+
+def _stacked(name: str, tensors: Sequence[Arg], wanted: int, pieces: int, output_axis: int) -> Arg:
+    """The facts of the stack of ``tensors``, ``pieces`` of which make one expert's along ``output_axis``."""
+    if not tensors or len(tensors) != wanted:
+        raise UnsupportedMoE(
+            f"{name} must hold one tensor per expert, as down does, or one per gate and one per up half, got "
+            f"{len(tensors)} for {wanted // pieces} experts; pass lists of one length"
+        )
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor != first:
+            raise UnsupportedMoE(
+                f"all tensors of {name} must be alike, got {list(first.shape)} {_short(first.dtype)} on {first.device} "
+                f"at 0 and {list(tensor.shape)} {_short(tensor.dtype)} on {tensor.device} at {index}; experts of "
+                "different shapes need calls of their own"
+            )
+    if len(first.shape) <= output_axis:
+        raise UnsupportedMoE(
+            f"{name} must hold matrices, got tensors of {len(first.shape)} axes; pass [2F, D] or [D, F]"
+        )
+    shape = [size * pieces if axis == output_axis else size for axis, size in enumerate(first.shape)]
+    return first._replace(shape=(wanted // pieces, *shape))
+
+
 def lower(args: ExpertsArgs, spec: ExpertsSpec) -> KernelSpec:
     """How a ``perseus::experts`` call with these arguments runs.
 
@@ -112,6 +168,19 @@ def no_kernel(device: torch.device) -> UnsupportedMoE:
         f"perseus ops run on device types 'cpu' and 'cuda', got '{device.type}'; move the tensors to one of these, "
         "or leave options={'on_unsupported': 'keep'}, which keeps the layer's own code on other devices"
     )
+
+
+def check_tokens(x_TD: Tensor, **others: Tensor) -> None:
+    """All have x's number of rows. Never fixes T: between symbolic sizes, equality becomes a runtime check."""
+    num_tokens = x_TD.shape[0]
+    for name, other in others.items():
+        if not (isinstance(num_tokens, int) and isinstance(other.shape[0], int)):
+            torch._check(other.shape[0] == num_tokens)
+        elif other.shape[0] != num_tokens:
+            raise UnsupportedMoE(
+                f"{name} must have one row per token, T={num_tokens} as x has, got {other.shape[0]}; "
+                f"pass x and {name} of the same tokens"
+            )
 
 
 def check_experts(args: ExpertsArgs, spec: ExpertsSpec) -> None:

@@ -25,7 +25,7 @@ from perseus_compile import launch, launch_cuda, lower, tuned
 from perseus_compile.call_sites import CallSites, experts_site, moe_site
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, RoutingSpec, default_dtypes
-from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, token_arg, whole_arg
+from perseus_compile.lower import Arg, ExpertsArgs, RouterArgs, check_tokens, token_arg, whole_arg
 from perseus_compile.routing import route
 
 EXPERT_TENSORS = "Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias"
@@ -116,19 +116,6 @@ def _hashable(numbers: _Numbers, params_at: int) -> _Numbers:
     return (*numbers[:params_at], tuple(numbers[params_at]), *numbers[params_at + 1 :])
 
 
-def _check_tokens(x_TD: Tensor, **others: Tensor) -> None:
-    """All have x's number of rows. Never fixes T: between symbolic sizes, equality becomes a runtime check."""
-    num_tokens = x_TD.shape[0]
-    for name, other in others.items():
-        if not (isinstance(num_tokens, int) and isinstance(other.shape[0], int)):
-            torch._check(other.shape[0] == num_tokens)
-        elif other.shape[0] != num_tokens:
-            raise UnsupportedMoE(
-                f"{name} must have one row per token, T={num_tokens} as x has, got {other.shape[0]}; "
-                f"pass x and {name} of the same tokens"
-            )
-
-
 # ---- Between autograd and the kernels
 
 
@@ -178,7 +165,7 @@ def _checked_experts(args: tuple[Any, ...]) -> _Experts:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
     experts = _prepared(_experts_args(*tensors), _hashable(numbers, _EXPERTS_PARAMS_AT))
     x_TD, ids_TK, weights_TK = tensors[:3]
-    _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
+    check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return experts
 
 
@@ -198,7 +185,7 @@ def _experts_fake(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
     lower.check_experts(_experts_args(*tensors), _experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
-    _check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
+    check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
 
 
@@ -246,7 +233,7 @@ def _split_backward(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[bool],
 def _experts_backward_kernel(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     tensors, needs_grad, numbers = _split_backward(args)
     experts = _checked_experts((*tensors, *numbers))
-    _check_tokens(tensors[0], grad=grad_TD)
+    check_tokens(tensors[0], grad=grad_TD)
     return experts.backward(needs_grad, grad_TD, *tensors)
 
 
@@ -254,7 +241,7 @@ def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     tensors, needs_grad, numbers = _split_backward(args)
     _experts_fake(*tensors, *numbers)
     x_TD, _, *rest = tensors
-    _check_tokens(x_TD, grad=grad_TD)
+    check_tokens(x_TD, grad=grad_TD)
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from . import grouped
 from .conditions import Condition, ask
 from .errors import UnsupportedMoE
-from .facts import MoEMatch, MoEPlan, ParallelSpec, Refusal, RouterMatch
+from .facts import LIST_AXES, MoEMatch, MoEPlan, ParallelSpec, Refusal, RouterMatch, Weights, nodes_of
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -21,6 +21,7 @@ from .lower import (
     RouterArgs,
     check_experts,
     check_routing,
+    listed_args,
     token_arg,
     whole_arg,
 )
@@ -39,6 +40,8 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     for symbol in match.symbols:
         # Reading the value is what adds the guard.
         (float if isinstance(symbol, torch.SymFloat) else int)(symbol)
+    if not isinstance(match.gate_up, Node):
+        return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}", checks=tuple(checks))
     if match.parallel is not None:
         num_local = _value(match.gate_up).shape[0]
         why = shared_by(match.parallel, match.spec.num_experts, num_local)
@@ -60,7 +63,7 @@ def _conditions(match: MoEMatch) -> Iterator[Condition]:
     has_dtype = x.dtype in SUPPORTED_DTYPES
     yield Condition("dtype", None if has_dtype else f"the layer's dtype must be one of {supported}, got {x.dtype}")
     yield Condition("op covers the experts", _illegal_experts(match))
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and isinstance(match.gate_up, Node):
         # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
         uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
         yield Condition("plain path covers the experts", uncovered)
@@ -77,14 +80,30 @@ def shared_by(sharing: ParallelSpec, num_experts: int, num_local: int) -> str:
 def _illegal_experts(match: MoEMatch) -> str | None:
     """Why ``perseus::experts`` would raise on this layer, if it would: code that runs must not stop to run."""
     x, ids = token_arg(_value(match.x_TD)), token_arg(_value(match.ids_TK))
-    if match.weights_TK is None:
-        ids = ids._replace(shape=(1,))
-        weights = ids._replace(dtype=x.dtype)
-    else:
+    ids = ids._replace(shape=ids.shape or (1,))
+    weights = ids._replace(dtype=x.dtype)
+    if match.weights_TK is not None:
         weights = token_arg(_value(match.weights_TK))
-    whole = [_whole_arg(node) for node in (match.gate_up, match.gate_up_bias, match.down, match.down_bias)]
-    args = ExpertsArgs._make([x, ids, weights, *whole])
-    return _error_of(lambda: check_experts(args, match.spec))
+        weights = weights._replace(shape=weights.shape or (1,))
+
+    def check() -> None:
+        if isinstance(match.gate_up, Node):
+            args = ExpertsArgs._make([x, ids, weights, *(_whole_arg(node) for node in match.experts)])
+        else:
+            lists = [_entry_args(each, num_axes) for each, num_axes in zip(match.experts, LIST_AXES, strict=True)]
+            args = listed_args((x, ids, weights), lists, match.spec)
+        check_experts(args, match.spec)
+
+    return _error_of(check)
+
+
+def _entry_args(weights: Weights | None, num_axes: int) -> list[Arg]:
+    """The facts of each tensor of a list; a stack stands for its entries, which have so many axes."""
+    args = []
+    for arg in (whole_arg(_value(node)) for node in nodes_of(weights)):
+        is_stack = len(arg.shape) > num_axes
+        args += [arg._replace(shape=arg.shape[1:])] * arg.shape[0] if is_stack else [arg]
+    return args
 
 
 def _illegal_router(match: MoEMatch, router: RouterMatch) -> str | None:

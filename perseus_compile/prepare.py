@@ -1,7 +1,8 @@
 """How does a model become one that the backend can capture, and whose experts a group of ranks can share?
 
-Switches the implementation of experts that run in a Python loop, through the model's public interface; and, where a
-process group is given, replaces each experts module by one that holds this rank's experts.
+Switches the implementation of experts that run in a Python loop, through the model's public interface, or gives single
+modules a loop over all experts; and, where a process group is given, replaces each experts module by one that holds
+this rank's experts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import nn
 
 from perseus_compile.comm.group import RankGroup, find_group, require_same
 from perseus_compile.errors import PerseusError, UnsupportedMoE
+from perseus_compile.looped_experts import replace_loop
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 from perseus_compile.parallel_experts import ParallelExperts
 from perseus_compile.read_experts import ExpertsReading, read_experts
@@ -29,8 +31,10 @@ def prepare(model: Model, ep_group: ProcessGroup | None = None, *, max_tokens_pe
     """Makes the experts of a Hugging Face model capturable by ``torch.compile``, in place, and spreads them over ranks.
 
     Calls ``model.set_experts_implementation("grouped_mm")`` where a MoE layer runs in another implementation, for
-    example in the Python loop that is called "eager". A model that is capturable already, or that has no MoE layer,
-    is left as it is.
+    example in the Python loop that is called "eager". Experts of some other families, whose loop runs over the experts
+    that were hit, get a forward of their own that runs over all experts; compile such a model with
+    ``perseus_compile.compile``, which can capture it. A model that is capturable already, or that has no MoE layer, is
+    left as it is.
 
     With ``ep_group``, each rank keeps an equal slice of every layer's experts and frees the rest. Each rank then runs
     the model on tokens of its own, and the result is that of the whole model on those tokens. All ranks must begin with
@@ -115,7 +119,9 @@ def _describe(layers: list[MoEModule], readings: list[ExpertsReading], max_token
 
 
 def _make_capturable(model: nn.Module) -> None:
-    found = [layer for layer in find_moe_modules(model) if not isinstance(layer.module, ParallelExperts)]
+    done = [module for module in model.modules() if isinstance(module, ParallelExperts) or replace_loop(module)]
+    inside = {id(module) for each in done for module in each.modules()}
+    found = [layer for layer in find_moe_modules(model) if id(layer.module) not in inside]
     if not found or all(switchable(layer) and _implementation(layer) in _CAPTURABLE for layer in found):
         return
     switches = _outermost_switches(model)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from perseus_compile.capture import CaptureError, aten_view
 from perseus_compile.errors import UnsupportedMoE
-from perseus_compile.facts import ExpertsSpec, MoEMatch
+from perseus_compile.facts import ExpertsSpec, MoEMatch, nodes_of
 from perseus_compile.passes.match_moe import find_moe_layers
 
 _TOKENS, _CHOICES = 4, 2  # of the trial run
@@ -127,12 +127,14 @@ def _are_parts_of_topk(weights_TK: Node, ids_TK: Node) -> bool:
 def _reading(experts: nn.Module, match: MoEMatch | str, inputs: dict[Node, Tensor]) -> ExpertsReading | str:
     if isinstance(match, str):
         return match
+    if not isinstance(match.gate_up, Node):
+        return "each of its experts has weights of its own"
     own = dict(experts.named_parameters())
 
     def name_of(node: Node | None) -> str | None:
         return next((name for name, value in own.items() if value is inputs.get(node)), None)
 
-    nodes = (match.gate_up, match.gate_up_bias, match.down, match.down_bias)
+    nodes = [next(iter(nodes_of(weights)), None) for weights in match.experts]
     gate_up, gate_up_bias, down, down_bias = names = tuple(map(name_of, nodes))
     unused = set(own).difference(names)
     if unused:

@@ -29,6 +29,8 @@ def activate(gate: Tensor, up: Tensor | float, activation: str, params: tuple[fl
         return F.gelu(gate) * up
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
+    if activation == "relu":
+        return F.relu(gate) * up
     if activation == "relu2":
         return F.relu(gate) ** 2 * up
     assert isinstance(up, Tensor), "the others have a gate and an up half"

@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import VerificationError
-from .facts import MoEMatch, MoEPlan
-from .passes.rewrite_moe import op_call, rows_as_tokens
+from .facts import LIST_AXES, MoEMatch, MoEPlan
+from .passes.rewrite_moe import entries, op_call, with_choices
 
 # Largest relative L2 error between the region and the op. Both round differently inside; a wrong rewrite is off by
 # the size of the result.
@@ -27,15 +27,19 @@ def check_rewrite(gm: GraphModule, match: MoEMatch, plan: MoEPlan) -> None:
     region, inputs = region_module(gm, match, fused_router=plan.op == "moe")
     # A parameter that the op gets and the region never reads, or the reverse, is a difference too.
     generator = torch.Generator().manual_seed(0)
-    needed = [node for node in dict.fromkeys([*inputs, *args]) if node is not None]
+    needed = dict.fromkeys(inputs)
+    torch.fx.node.map_arg(args, needed.setdefault)
     values = {node: _random_input(match, node, generator) for node in needed}
     if match.router is not None:
         values[match.router.x_TD] = values[match.x_TD]
     with torch.no_grad(), _no_tracing():
         expected = region(*(values[node] for node in inputs))
-        call = [None if arg is None else values[arg] for arg in args]
-        if match.weights_TK is None:
-            call[1:3] = rows_as_tokens(values[match.ids_TK], values[match.x_TD].dtype)
+        call = list(torch.fx.node.map_arg(args, values.__getitem__))
+        if plan.op != "moe":
+            _, ids, weights = call[:3]
+            call[1:3] = with_choices(ids, weights, values[match.x_TD].dtype)
+        if plan.op == "experts_list":
+            call[3:] = [entries(tensors, axes) for tensors, axes in zip(call[3:], LIST_AXES, strict=True)]
         actual = target(*call, **kwargs)
     error = _relative_error(actual, expected)
     limit = _TOLERANCE[expected.dtype]
@@ -62,7 +66,7 @@ def region_module(gm: GraphModule, match: MoEMatch, *, fused_router: bool) -> tu
     for node in nodes:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = graph.create_node(node.op, node.target, args, kwargs)
-    graph.output(copies[match.output])
+    graph.output(copies[match.written[0] if match.written else match.output])
     return GraphModule(torch.nn.Module(), graph), inputs
 
 
@@ -70,7 +74,7 @@ def _random_input(match: MoEMatch, node: Node, generator: torch.Generator) -> to
     fake = node.meta["example_value"]
     shape = [int(_number(size)) for size in fake.shape]
     with _no_tracing():
-        if node is match.ids_TK and match.weights_TK is None:
+        if node is match.ids_TK and len(shape) == 1:
             # In order, as grouped GEMMs need them.
             ids_R = torch.randint(match.spec.num_experts, shape, generator=generator)
             return ids_R.sort()[0].to(fake.device, fake.dtype)

@@ -10,7 +10,11 @@ from .all_to_all import ALL_TO_ALL
 from .batched_mm import BATCHED_MM
 from .by_token import BY_TOKEN
 from .choices import CHOICES
+from .dense_experts import DENSE_EXPERTS
 from .einsum import EINSUM
+from .expert_hits import EXPERT_HITS
+from .expert_loop import EXPERT_LOOP
+from .expert_weights import EXPERT_WEIGHTS
 from .experts import EXPERTS
 from .grouped_mm import grouped_mm
 from .own_choices import OWN_CHOICES
@@ -24,18 +28,10 @@ def spellings() -> tuple[Spelling, ...]:
     """All spellings. A function, since some operators exist only once the library that owns them is imported."""
     # Before CHOICES, which reads any [W, L] table that is made flat as choices.
     on_ranks = (ALL_TO_ALL, RECEIVED, OWN_CHOICES)
-    return (
-        *on_ranks,
-        CHOICES,
-        SENTINELS,
-        grouped_mm(),
-        BATCHED_MM,
-        EINSUM,
-        BY_TOKEN,
-        EXPERTS,
-        ROUTER_SCORES,
-        ROUTER_CHOICE,
-    )
+    of_rows = (CHOICES, SENTINELS, grouped_mm(), BATCHED_MM, EINSUM, BY_TOKEN, EXPERTS)
+    of_routers = (ROUTER_SCORES, ROUTER_CHOICE)
+    by_expert = (EXPERT_HITS, EXPERT_WEIGHTS, EXPERT_LOOP, DENSE_EXPERTS)
+    return (*on_ranks, *of_rows, *of_routers, *by_expert)
 
 
 def all_rules() -> tuple[Rule, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...facts import Activation, GateLayout
 from ..values import Expression, Number
@@ -32,6 +32,7 @@ _FUNCTIONS: tuple[tuple[Activation, Any], ...] = (
     ("silu", ("silu", "gate")),
     ("gelu", ("gelu", "gate")),
     ("gelu_tanh", ("gelu_tanh", "gate")),
+    ("relu", ("relu", "gate")),
     ("relu2", ("square", ("relu", "gate"))),
 )
 _CLAMPED_GATE = ("clamp", "gate", None, _Parameter("limit"))
@@ -90,6 +91,40 @@ def recognize_gate(expression: Expression) -> Gate | str:
                 return Gate(pattern.activation, layout, parameters, tuple(_numbers(expression)))
     known = ", ".join(pattern.activation for pattern in GATE_PATTERNS)
     return f"the gate between the two expert linears must be one of {known}, got {show(expression)}"
+
+
+class GateOfBody(NamedTuple):
+    """A recognised gate, and the first linear maps of each expert as the op wants them: all, or gate and up half."""
+
+    gate: Gate
+    order: tuple[int, ...]
+
+
+def gate_of(expression: Expression, num_linears: int) -> GateOfBody | str:
+    """The gate function of an ``ExpertBody`` with so many first linear maps, or a sentence that shows it."""
+    if num_linears == 1:
+        gate = recognize_gate(_with_names(expression, None))
+        return gate if isinstance(gate, str) else GateOfBody(gate, (0,))
+    if num_linears != 2:
+        return f"an expert must have one or two linear maps before its gate, got {num_linears}"
+    gate = recognize_gate(_with_names(expression, ("first", "second")))
+    if not isinstance(gate, str):
+        return GateOfBody(gate, (0, 1))
+    swapped = recognize_gate(_with_names(expression, ("second", "first")))
+    return gate if isinstance(swapped, str) else GateOfBody(swapped, (1, 0))
+
+
+def _with_names(expression: Expression, names: tuple[str, str] | None) -> Expression:
+    """With leaves as gates are written: halves of the only linear map, or ``names`` of two whole ones."""
+    if not isinstance(expression, tuple):
+        return expression
+    head, *operands = expression
+    if not isinstance(head, int):
+        return (head, *(_with_names(operand, names) for operand in operands))
+    (half,) = operands
+    if names is None:
+        return half
+    return names[head] if half == "all" else f"{half} half of {names[head]}"
 
 
 def _numbers(expression: Expression) -> Iterator[Number]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten, functional_form
+from ..expressions import BINARY, UNARY, expression_of, makes_halves, sliced_half
+from ..interpret import Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ChoiceGrid,
@@ -85,14 +87,7 @@ def _halve(read: Reader, node: Node) -> Value | None:
     hidden = read.value(node.args[0])
     if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
         return None
-    axis = read.arguments(node, None, None, node.kwargs.get("dim", 0))[2]
-    if read.axis(node.args[0], axis) != 1:
-        return None
-    width = read.shape(node.args[0])[1]
-    pieces = 2 if node.target is aten.chunk.default else width // 2
-    if isinstance(width, int) and width % 2 == 0 and node.args[1] == pieces:
-        return HiddenHalves(hidden)
-    return None
+    return HiddenHalves(hidden) if makes_halves(read, node) else None
 
 
 def _half(read: Reader, node: Node) -> Value | None:
@@ -103,35 +98,11 @@ def _half(read: Reader, node: Node) -> Value | None:
 
 
 def _half_by_slice(read: Reader, node: Node) -> Value | None:
-    """hidden[..., ::2], [..., 1::2], [..., :F] or [..., F:]."""
     hidden = read.value(node.args[0])
     if not isinstance(hidden, Hidden) or hidden.unit_axis is not None:
         return None
-    source, axis, start, end, step = read.arguments(node, None, 0, None, None, 1)
-    width = read.static_size(source, 1)
-    start, end = start or 0, width if end is None else end
-    if read.axis(source, axis) != 1 or width is None or width % 2 or not isinstance(start, int):
-        return None
-    if not isinstance(end, int):
-        return None
-    end = min(end, width)
-    if step == 2 and end == width and start in (0, 1):
-        return Gated(hidden, ("even", "odd")[start])
-    if step == 1 and (start, end) in ((0, width // 2), (width // 2, width)):
-        return Gated(hidden, "first" if start == 0 else "second")
-    return None
-
-
-# Elementwise operators that expressions may hold, by the name they have there.
-_UNARY = {
-    aten.silu.default: "silu",
-    aten.sigmoid.default: "sigmoid",
-    aten.gelu.default: "gelu",
-    aten.relu.default: "relu",
-    aten.tanh.default: "tanh",
-    aten.square.default: "square",
-}
-_BINARY = {aten.mul.Tensor: "mul", aten.add.Tensor: "add", aten.div.Tensor: "div"}
+    half = sliced_half(read, node)
+    return None if half is None else Gated(hidden, half)
 
 
 def _elementwise(read: Reader, node: Node) -> Value | str | None:
@@ -144,7 +115,7 @@ def _elementwise(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} mixes values of two expert linears"
     if torch.promote_types(read.dtype(hidden.rows.x), read.dtype(node)) != read.dtype(node):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
-    expression = _expression(read, node)
+    expression = expression_of(read, node, lambda arg: _operand(read, arg))
     return Gated(hidden, expression) if expression is not None else None
 
 
@@ -156,28 +127,7 @@ def _as_gated(read: Reader, arg: object) -> Gated | None:
     return value if isinstance(value, Gated) else None
 
 
-def _expression(read: Reader, node: Node) -> Expression:
-    target = functional_form(node)
-    if target in _UNARY:
-        name = _UNARY[target]
-        if name == "gelu" and node.kwargs.get("approximate", "none") == "tanh":
-            name = "gelu_tanh"
-        return (name, _operand(read, node.args[0]))
-    if target in _BINARY and node.kwargs.get("alpha", 1) == 1:
-        operands = (_operand(read, node.args[0]), _operand(read, node.args[1]))
-        return (_BINARY[target], *operands) if None not in operands else None
-    if target is aten.pow.Tensor_Scalar and node.args[1] == 2:
-        return ("square", _operand(read, node.args[0]))
-    if target is aten.clamp.default:
-        low, high = (*node.args[1:], None, None)[:2]
-        bounds = [read.number(bound) for bound in (low, high)]
-        if any(bound is None and arg is not None for bound, arg in zip(bounds, (low, high), strict=True)):
-            return None
-        return ("clamp", _operand(read, node.args[0]), *bounds)
-    return None
-
-
-def _operand(read: Reader, arg: object) -> Expression:
+def _operand(read: Reader, arg: Any) -> Expression:
     value = _as_gated(read, arg)
     return value.expression if value is not None else read.number(arg)
 
@@ -282,7 +232,7 @@ EXPERTS = Spelling(
         Rule("halves", (aten.chunk.default, aten.split.Tensor), _halve),
         Rule("half of a pair", (operator.getitem,), _half),
         Rule("half by slice", (aten.slice.Tensor,), _half_by_slice),
-        Rule("elementwise gate", (*_UNARY, *_BINARY, aten.pow.Tensor_Scalar, aten.clamp.default), _elementwise),
+        Rule("elementwise gate", (*UNARY, *BINARY, aten.pow.Tensor_Scalar, aten.clamp.default), _elementwise),
         Rule("routing weight", (aten.mul.Tensor,), _weight),
         Rule("cast of outputs", (aten.to.dtype, aten._to_copy.default), _widen),
         Rule("rows by token", (aten.view.default, aten.reshape.default), _grid),

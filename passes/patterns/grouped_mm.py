@@ -8,7 +8,17 @@ from torch.fx import Node
 from ..interpret import Reader, aten
 from ..parallel_values import ReceivedPerExpert
 from ..rule import Rule, Spelling
-from ..values import ExpertEnds, ExpertLinear, ExpertOutput, Gated, Hidden, SwappedMatrix, TokenRows, Value
+from ..values import (
+    ExpertCounts,
+    ExpertEnds,
+    ExpertLinear,
+    ExpertOutput,
+    Gated,
+    Hidden,
+    SwappedMatrix,
+    TokenRows,
+    Value,
+)
 from .choices import sorted_ids
 
 
@@ -30,6 +40,8 @@ def _grouped_product(read: Reader, node: Node) -> Value | str | None:
     rows = read.value(rows_node)
     if not isinstance(matrix_node, Node) or read.dim(matrix_node) != 3:
         return f"{read.describe(node)} must have one [E, K, N] matrix per expert"
+    if padding := _padding(read, ends_node):
+        return f"the rows of each expert are padded at {read.describe(padding)}, perseus ops read rows without padding"
     if not isinstance(rows, (TokenRows, Gated)):
         if isinstance(rows, Hidden):
             return f"there is no gate between the two expert linears at {read.describe(node)}"
@@ -53,6 +65,20 @@ def _grouped_product(read: Reader, node: Node) -> Value | str | None:
     if isinstance(rows, TokenRows):
         return Hidden(rows, ends.ids, linear)
     return ExpertOutput(rows.hidden, rows.expression, linear, tokens.order)
+
+
+def _padding(read: Reader, ends: Node | None) -> Node | None:
+    """The division by which counts of rows were rounded up to a multiple before ``ends`` were made of them."""
+    node, divided = ends, None
+    while isinstance(node, Node) and read.dim(node) == 1 and not isinstance(read.value(node), ExpertEnds):
+        if isinstance(read.value(node), ExpertCounts):
+            return divided
+        divided = node if node.target in _DIVISIONS else divided
+        node = node.args[0] if node.args else None
+    return None
+
+
+_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.remainder.Scalar, aten.ceil.default)
 
 
 def _ends_of(read: Reader, node: Node, rows: TokenRows, ends: Value | None) -> ExpertEnds | str:

@@ -99,9 +99,7 @@ def _explain_families(implementation: str, dtype: DType) -> None:
     reports = []
     for family in find_families():
         with step(f"compiling {family.name}"):
-            reports.append(
-                survey(family, implementation=implementation, dtype=dtype.torch_dtype, whole_model=family.decorated)
-            )
+            reports.append(survey(family, implementation=implementation, dtype=dtype.torch_dtype))
     typer.echo(as_markdown(reports))
 
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from perseus_compile import observe
-from perseus_compile.backend import perseus
+from perseus_compile.backend import CAPTURE_SETTINGS, perseus
+from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.explain import NOT_FOUND
 from perseus_compile.graph_breaks import fresh_dynamo, record_graph_breaks
+from perseus_compile.prepare import prepare
 from perseus_compile.testing.families import Family, experts_of, inputs_of, tiny_model
 
 _NUM_TOKENS = 7  # of each of two sequences
@@ -53,14 +55,14 @@ def survey(
     *,
     implementation: str = "grouped_mm",
     dtype: torch.dtype = torch.float32,
-    whole_model: bool = False,
     train: bool = False,
 ) -> FamilyReport:
     """Compiles a tiny model of ``family`` with an uncompiled graph after the rewrite, and compares it with eager.
 
+    Families that are not decorated go through ``prepare``, and are captured as ``perseus_compile.compile`` does.
+
     Args:
         implementation: how decorated experts run.
-        whole_model: compile the model; else each module around experts by itself, which takes a third of the time.
         train: in training mode, with gradients.
     """
     try:
@@ -75,9 +77,17 @@ def survey(
         expected = _run(model, inputs, train)
     num_layers = len(calls)
     compiled = copy.deepcopy(model)
-    for module in [compiled] if whole_model else _around(compiled, experts_of(compiled)):
-        module.compile(backend=perseus, options={"inner": "eager"})
-    with fresh_dynamo(), record_graph_breaks() as breaks, observe.collect() as graphs:
+    if not family.decorated:
+        with contextlib.suppress(UnsupportedMoE):  # what prepare() does not know keeps its code, and is reported so
+            prepare(compiled)
+    compiled.compile(backend=perseus, options={"inner": "eager"})
+    settings = {} if family.decorated else CAPTURE_SETTINGS
+    with (
+        torch._dynamo.config.patch(settings),
+        fresh_dynamo(),
+        record_graph_breaks() as breaks,
+        observe.collect() as graphs,
+    ):
         actual = _run(compiled, inputs, train)
         graph_breaks = [one.reason for one in breaks()]
     layers = [layer for graph in graphs for layer in graph.layers]
@@ -129,11 +139,6 @@ def _count_calls(modules: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _around(model: nn.Module, experts: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that own ``experts``, which is where routers are."""
-    return [module for module in model.modules() if any(child in experts for child in module.children())]
 
 
 def _relative_error(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -34,7 +34,7 @@ def test_demo_shows_table_diff_errors_and_speed(small_demo: None, monkeypatch: p
 
 @pytest.mark.slow
 def test_demo_fails_if_nothing_was_rewritten(small_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_SIZES", {**small_sizes("qwen3_moe"), "hidden_act": "relu"})
+    monkeypatch.setattr(demo, "_SIZES", {**small_sizes("qwen3_moe"), "hidden_act": "tanh"})
     monkeypatch.setattr(demo, "_BACKENDS", ("eager",))
     result = CliRunner().invoke(cli.app, ["demo"])
     assert result.exit_code == 1

@@ -102,7 +102,7 @@ def test_tune_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (
             (
                 *("--hidden", "64", "--expert-width", "32", "--experts", "8", "--top-k", "2"),
-                *("--activation", "relu"),
+                *("--activation", "tanh"),
             ),
             "must be one of silu, gelu, gelu_tanh",
         ),

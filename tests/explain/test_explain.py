@@ -75,10 +75,10 @@ def test_every_layer_is_rewritten() -> None:
 
 
 def test_refused_layer_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_causal_lm("qwen3_moe", hidden_act="relu")
+    model = tiny_causal_lm("qwen3_moe", hidden_act="tanh")
     report = _explain(model, TOKENS)
     assert {row.status for row in report.layers} == {"refused"}
-    assert all("relu" in row.reason for row in report.layers)
+    assert all("tanh" in row.reason for row in report.layers)
 
 
 def test_break_in_a_hugging_face_loop_asks_for_prepare() -> None:

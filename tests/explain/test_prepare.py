@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import perseus_compile
+from perseus_compile import observe
 from perseus_compile.moe_modules import find_moe_modules
+from perseus_compile.testing.families import find_families, inputs_of, tiny_model
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
 
 
@@ -52,6 +56,43 @@ class _ListedExperts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(16, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+
+# Families whose loop runs over the experts that were hit, and how many layers of the tiny model are rewritten.
+LOOPED = {"dbrx": 2, "jetmoe": 2, "longcat_flash": 2, "nllb-moe": 4, "step3p5": 1, "switch_transformers": 4}
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_loop_over_hit_experts(name: str) -> None:
+    """The same numbers from the same state dict, and one node for each layer's experts."""
+    families = {family.name: family for family in find_families()}
+    if name not in families:
+        pytest.skip(f"this transformers has no {name}")
+    model = tiny_model(families[name]).eval()
+    names, inputs = list(model.state_dict()), inputs_of(model, num_tokens=7)
+    torch._dynamo.reset()
+    with torch.no_grad(), observe.collect() as graphs:
+        expected = model(**inputs)[0]
+        perseus_compile.prepare(model)
+        assert list(model.state_dict()) == names
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=1e-4, atol=1e-5)
+        compiled = perseus_compile.compile(model, inner="eager")
+        torch.testing.assert_close(compiled(**inputs)[0], expected, rtol=1e-4, atol=1e-5)
+    assert sum(len(graph.layers) for graph in graphs) == LOOPED[name]
+
+
+def test_forward_in_training_is_the_same() -> None:
+    """Every expert sees the gradients that it had before."""
+    families = {family.name: family for family in find_families()}
+    if "step3p5" not in families:
+        pytest.skip("this transformers has no step3p5")
+    model = tiny_model(families["step3p5"]).train()
+    prepared = perseus_compile.prepare(copy.deepcopy(model))
+    inputs = inputs_of(model, num_tokens=7)
+    for network in (model, prepared):
+        network(**inputs)[0].square().mean().backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), prepared.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
 def test_model_without_a_switch_is_told_what_to_do() -> None:

@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, list[float]] = {
     "silu": [],
     "gelu": [],
     "gelu_tanh": [],
+    "relu": [],
     "relu2": [],
     "clamped_swiglu": [1.7, 1.0],
     "clamped_silu": [1.0],

@@ -29,9 +29,9 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
         "gate_layout must be one of concatenated, interleaved, none; got 'split'; pass one of these words",
     ),
     "activation": (
-        {"activation": "relu"},
-        "activation must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, clamped_silu, softcapped_silu; "
-        "got 'relu'; pass one of these words",
+        {"activation": "tanh"},
+        "activation must be one of silu, gelu, gelu_tanh, relu, relu2, clamped_swiglu, clamped_silu, softcapped_silu; "
+        "got 'tanh'; pass one of these words",
     ),
     "weight_on": (
         {"weight_on": "hidden"},

@@ -9,6 +9,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+from loops import (
+    BatchedStack,
+    DenseLoop,
+    DenseStack,
+    ExpertLoop,
+    FlatLoop,
+    StackedLoop,
+    SwitchLoop,
+    add_by_index,
+    any_choice,
+    one_hot,
+    scattered,
+    sum_of_choices,
+)
 from spellings import (
     BatchedMM,
     Experts,
@@ -22,6 +36,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from perseus_compile import capture
+from perseus_compile.backend import CAPTURE_SETTINGS
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
 
@@ -69,9 +84,10 @@ def _einsum(layer: Experts, rows: Tensor, weight: Tensor, ids: Tensor, ends: Ten
 def _given_ids(spelling: type[Experts]) -> Source:
     """The ids and weights of the choice are inputs, and so are others."""
 
-    def forward(layer: Experts, x: Tensor, ids: Tensor, weights: Tensor, others: Tensor) -> tuple[Tensor, ...]:
+    def forward(layer: Any, x: Tensor, ids: Tensor, weights: Tensor, others: Tensor) -> tuple[Tensor, ...]:
         assert len(x) == len(ids) == len(weights) == len(others)  # Dynamo notes it: one symbol stands for all
-        return layer.experts(x, ids, weights), others.sum()
+        run = layer.loop if isinstance(layer, ExpertLoop) else layer.experts
+        return run(x, ids, weights), others.sum()
 
     def make() -> tuple[nn.Module, tuple[Tensor, ...]]:
         ids = torch.randint(4, (TRACED_TOKENS, 2))
@@ -109,6 +125,23 @@ def _hugging_face(model_type: str, implementation: str) -> Source:
 
 
 _GROUPS = {"prepare": _correction, "route": grouped_sigmoid_router}
+LOOPS: dict[str, Source] = {
+    "loop": _layer(ExpertLoop),
+    "loop, bias": _layer(ExpertLoop, sizes={"bias": True, "num_experts": 3}, hits=one_hot),
+    "loop, +=": _layer(ExpertLoop, sizes={"num_experts": 3}, add=add_by_index),
+    "loop, given ids": _given_ids(ExpertLoop),
+    "loop, stacked": _layer(StackedLoop, sizes={"num_experts": 3}),
+    "loop, any choice": _layer(
+        ExpertLoop, sizes={"num_experts": 3}, hits=any_choice, weigh=sum_of_choices, add=add_by_index
+    ),
+    "loop, dense": _layer(DenseLoop, sizes={"num_experts": 3}),
+    "loop, scattered": _layer(DenseLoop, sizes={"num_experts": 3}, loop=scattered),
+    "loop, switch": _layer(SwitchLoop),
+    "loop, flat": _layer(FlatLoop),
+    "all at once": _layer(DenseStack),
+    "all at once, bmm": _layer(BatchedStack, sizes={"bias": True, "expert_width": 8}),
+    "loops, two": _two_layers(ExpertLoop, StackedLoop),
+}
 SPELLINGS: dict[str, Source] = {
     "grouped": _layer(GroupedMM),
     "grouped, bias": _layer(GroupedMM, sizes={"bias": True}, route=softmax_router),
@@ -134,7 +167,7 @@ FAMILIES: dict[str, Source] = {
     for model_type in MODEL_TYPES
     for implementation in ("grouped_mm", "batched_mm")
 }
-SOURCES = {**SPELLINGS, **FAMILIES}
+SOURCES = {**SPELLINGS, **LOOPS, **FAMILIES}
 
 
 @functools.cache
@@ -152,7 +185,8 @@ def captured(name: str) -> GraphModule:
     for arg in args:
         torch._dynamo.mark_dynamic(arg, source.token_axis)
     torch._dynamo.reset()
-    torch.compile(module, backend=backend, fullgraph=True)(*args)
+    with torch._dynamo.config.patch(CAPTURE_SETTINGS):
+        torch.compile(module, backend=backend, fullgraph=True)(*args)
     (view,) = views
     assert not view.opaque, f"{name} has steps that cannot be run from its view: {view.opaque}"
     for node in view.graph.nodes:

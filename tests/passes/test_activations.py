@@ -16,7 +16,7 @@ from perseus_compile import observe
 from perseus_compile.backend import perseus
 
 KNOWN = (
-    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, "
+    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu, relu2, clamped_swiglu, "
     "clamped_silu, softcapped_silu, got"
 )
 
@@ -53,6 +53,7 @@ MATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("activation: relu2", "gate_layout: none"),
     ),
     "relu2 as a power": (ungated(lambda h: F.relu(h) ** 2), ("activation: relu2", "gate_layout: none")),
+    "relu without a gate": (ungated(F.relu), ("activation: relu}", "gate_layout: none")),
     "gelu without a gate": (ungated(F.gelu), ("activation: gelu}", "gate_layout: none")),
     "relu2 with a gate": (
         {"gate": gated(lambda g, u: F.relu(g).square() * u)},
@@ -104,7 +105,7 @@ def test_a_gate_in_float32_between_bfloat16_linears() -> None:
 
 
 NEAR_MISSES = (
-    Case("relu without a square", layer_of(GroupedMM, **ungated(F.relu)), f"refused: {KNOWN} relu(all)"),
+    Case("tanh", layer_of(GroupedMM, **ungated(torch.tanh)), f"refused: {KNOWN} tanh(all)"),
     Case(
         "square of a leaky relu",
         layer_of(BatchedMM, **ungated(lambda h: F.relu(h + 0.1).square())),

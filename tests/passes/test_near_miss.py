@@ -102,7 +102,7 @@ class SharedWeights(nn.Module):
 
 
 GATES = (
-    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu2, clamped_swiglu, "
+    "the gate between the two expert linears must be one of silu, gelu, gelu_tanh, relu, relu2, clamped_swiglu, "
     "clamped_silu, softcapped_silu, got"
 )
 LOST = "has no meaning between the expert linears and the sum over choices"

@@ -55,6 +55,21 @@ def inverse_by(values: Any, *, accumulate: bool = False) -> Any:
     return invert
 
 
+def padded_experts(layer: GroupedMM, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The rows of each expert begin at a multiple of four, as some grouped GEMMs want it."""
+    sorted_ids, permutation = layer.sort(ids.reshape(-1))
+    counts = torch.histc(sorted_ids.float(), bins=layer.num_experts, min=0, max=layer.num_experts - 1).long()
+    padded = (counts + 3) // 4 * 4
+    first, padded_first = counts.cumsum(0) - counts, padded.cumsum(0) - padded
+    slots = torch.arange(len(sorted_ids)) - first[sorted_ids] + padded_first[sorted_ids]
+    rows = x.new_zeros(len(sorted_ids) + 3 * layer.num_experts, x.shape[1])
+    rows[slots] = x[layer.row_tokens(permutation)]
+    ends = padded.cumsum(0, dtype=torch.int32)
+    out = layer.second(layer.gate(layer.first(rows, sorted_ids, ends)), sorted_ids, ends)[slots]
+    out = layer.weigh(out, weights.reshape(-1)[permutation])
+    return layer.combine(out[layer.invert(permutation)], x)
+
+
 LOST = "has no meaning between the expert linears and the sum over choices"
 SUM = "aten.sum.dim_IntList must sum over the choices alone, got axes"
 UNDO = "aten.index.Tensor must undo the permutation that ordered the rows, by its inverse"
@@ -63,6 +78,12 @@ ROUND = "aten.to.dtype rounds expert outputs to torch.bfloat16 before they are s
 GROUPED = "transformers.grouped_mm_fallback.default"
 
 CASES = (
+    Case(
+        "rows of experts padded to a multiple",
+        layer_of(GroupedMM, experts=padded_experts),
+        "refused: the rows of each expert are padded at aten.floor_divide.default, perseus ops read rows without "
+        "padding",
+    ),
     # rows and their order
     Case("stale permutation", layer_of(GroupedMM, experts=stale_permutation), f"refused: {UNDO}"),
     Case("no inverse", layer_of(GroupedMM, invert=lambda m, p: p), f"refused: {UNDO}"),

@@ -90,6 +90,7 @@ def test_transformers_30793() -> None:
     with observe.collect() as graphs:
         torch.testing.assert_close(compiled(X), expected)
     assert len(graphs) == 1
+    assert outcome_of(graphs).ops == ["experts_list"]
     assert {name: getattr(torch._dynamo.config, name) for name in settings} == before
 
 

@@ -1,0 +1,417 @@
+"""Which layers run their experts one by one? Reads the meanings; never edits.
+
+Such a layer is found from the end of the sum over its experts. Where the weights of the experts are the entries of one
+tensor, that is used as it is; else the weights are listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ..conditions import Condition, ask
+from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
+from .id_bound import id_bound
+from .interpret import Interpretation, Reader, aten, functional_form
+from .loop_values import (
+    DenseSum,
+    ExpertBody,
+    ExpertMask,
+    ExpertSum,
+    ExpertTerm,
+)
+from .match_context import context_conditions, layer_name, refuse
+from .match_routing import RouterFound, find_router
+from .patterns.activations import GateOfBody, gate_of
+from .patterns.expert_hits import hit_rows
+from .region import carries_tensors, closure
+from .rule_checks import rule_checks
+from .values import ExpertLinear
+
+
+def ends_loop(found: Interpretation, node: Node) -> bool:
+    """Whether ``node`` is the end of a sum over experts."""
+    value = found.reader.value
+    if isinstance(value(node), DenseSum):
+        return not any(isinstance(value(user), DenseSum) for user in node.users)
+    return isinstance(value(node), ExpertSum) and not any(isinstance(value(user), ExpertSum) for user in node.users)
+
+
+def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
+    """The layer whose sum over its experts ends at ``sink``, or why it keeps its code."""
+    read, checks = found.reader, list[Check]()
+    summed = _walk(read, sink)
+    if isinstance(summed, str):
+        ask([Condition("one sum", summed)], "match", checks)
+        return refuse(found, sink, summed, [*rule_checks(found, [sink]), *checks])
+    term = summed.terms[summed.first_expert]
+    gate = gate_of(term.body.expression, len(term.body.first))
+    reason = ask(_sum_conditions(found, summed, gate), "match", checks)
+    if reason is not None:
+        return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
+    assert isinstance(gate, GateOfBody), "a condition refuses unknown gates"
+    bodies = [_in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
+    weights = _weights(read, bodies, gate.order)
+    tokens = _tokens(read, term)
+    inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
+    region = closure((sink,), inputs)
+    misfit = Condition("shapes agree", _misfit(read, summed, bodies[0], weights, tokens))
+    context = context_conditions(found, sink, region, inputs, inner=_dependent(region, weights.nodes()))
+    reason = ask(itertools.chain((misfit,), context), "match", checks)
+    if reason is not None:
+        return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
+    return _make_match(found, summed, gate, bodies[0].down.layout, weights, region, checks)
+
+
+def _sum_conditions(found: Interpretation, summed: _Summed, gate: GateOfBody | str) -> Iterator[Condition]:
+    """What must hold of the terms of a sum, whatever is around them."""
+    lost = (found.sentences[user] for user in sorted(summed.sums[0].users) if user in found.sentences)
+    yield Condition("sum is whole", next(lost, None))
+    yield Condition("experts agree", _difference(found.reader, summed))
+    yield Condition("every token is written", _unwritten(found.reader, summed))
+    yield Condition("known gate", gate if isinstance(gate, str) else None)
+
+
+class _Summed(NamedTuple):
+    """What a sum adds up, by expert, and the nodes that do it, last first.
+
+    ``stack_size``: the one term stands for so many experts, whose weights are stacked.
+    """
+
+    terms: dict[int, ExpertTerm]
+    sums: list[Node]
+    stack_size: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.stack_size or len(self.terms)
+
+    @property
+    def first_expert(self) -> int:
+        return min(self.terms)
+
+
+def _walk(read: Reader, sink: Node) -> _Summed | str:
+    """The way back from the end of a sum, or why it is none over experts."""
+    dense = read.value(sink)
+    if isinstance(dense, DenseSum):
+        return _all_at_once(read, sink, dense)
+    summed = _Summed({}, [])
+    node: Node | None = sink
+    while node is not None:
+        value = read.value(node)
+        if isinstance(value, ExpertSum):
+            summed.sums.append(node)
+            term, following = value.term, value.previous
+        else:
+            assert isinstance(value, ExpertTerm), "a sum begins with zeros or with a term"
+            term, following = value, None
+        if term is not None and summed.terms.setdefault(term.expert, term) is not term:
+            return f"expert {term.expert} is added twice to one sum"
+        node = following
+    return summed
+
+
+def _all_at_once(read: Reader, sink: Node, dense: DenseSum) -> _Summed | str:
+    weights, bodies = dense.weights, dense.bodies
+    terms = {expert: ExpertTerm(body, weights.ids, expert, None, weights.weights) for expert, body in enumerate(bodies)}
+    stack = bodies[0].down.weight
+    stack_size = read.static_size(stack, 0) if read.dim(stack) == 3 else None
+    summed = _Summed(terms, [sink], stack_size)
+    if summed.num_experts != weights.num_experts:
+        return f"the weights of {weights.num_experts} experts multiply the outputs of {summed.num_experts}"
+    return summed
+
+
+def _difference(read: Reader, summed: _Summed) -> str | None:
+    """In what the experts of one sum differ, if they do in more than their weights."""
+    terms, experts = summed.terms, sorted(summed.terms)
+    if summed.stack_size is not None:
+        return None
+    if experts[0] < 0 or experts != list(range(experts[0], experts[-1] + 1)) or len(experts) < 2:
+        return f"the experts of a sum must have consecutive numbers from 0 on, got {_shortened(experts)}"
+    first = terms[experts[0]]
+    for expert in experts[1:]:
+        term = terms[expert]
+        for what, one, other in (
+            ("is chosen by other ids", term.ids, first.ids),
+            ("has other routing weights", term.weights, first.weights),
+            ("reads other tokens", _tokens(read, term), _tokens(read, first)),
+            ("has another gate", term.body.expression, first.body.expression),
+            ("has linear maps of another form", _forms(term.body), _forms(first.body)),
+        ):
+            if one != other:
+                return f"expert {expert} {what} than expert {experts[0]}"
+    return None
+
+
+def _unwritten(read: Reader, summed: _Summed) -> str | None:
+    """Why some tokens may keep what was in the memory of the sum, if they may."""
+    sink = summed.sums[0]
+    value = read.value(sink)
+    if not isinstance(value, ExpertSum) or not value.is_empty or _chooses_one_of(read, summed):
+        return None
+    return (
+        f"{read.describe(sink)} writes to memory that is not initialised, and not every id is known to be an expert's"
+    )
+
+
+def _chooses_one_of(read: Reader, summed: _Summed) -> bool:
+    """Whether every token is known to choose an expert of the sum."""
+    first = summed.first_expert
+    ids = summed.terms[first].ids
+    bound = id_bound(read, ids)
+    return bound is not None and first == 0 and bound <= summed.num_experts and 0 not in read.shape(ids)[1:]
+
+
+def _shortened(experts: Sequence[int]) -> str:
+    return f"{[*experts[:8]]}" if len(experts) <= 8 else f"{[*experts[:8]]} and {len(experts) - 8} more"
+
+
+def _tokens(read: Reader, term: ExpertTerm) -> Node:
+    rows = hit_rows(read, term.body.rows[0]) if term.mask is not None else None
+    return rows.x if rows is not None else term.body.rows[0]
+
+
+def _forms(body: ExpertBody) -> list[tuple[str, bool]]:
+    return [(linear.layout, linear.bias is not None) for linear in (*body.first, body.down)]
+
+
+# ---- the weights of the experts
+
+
+class _ExpertWeights(NamedTuple):
+    """As in ``MoEMatch``, but nodes of the view."""
+
+    gate_up: Weights
+    gate_up_bias: Weights | None
+    down: Weights
+    down_bias: Weights | None
+
+    def nodes(self) -> list[Node]:
+        return [node for each in self for node in nodes_of(each)]
+
+
+def _weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -> _ExpertWeights:
+    """Stacks, where all weights and biases are entries of stacks; else lists, all gates before all up halves."""
+    first = [body.first[index] for index in order for body in bodies]
+    down = [body.down for body in bodies]
+    lists = [[linear.weight for linear in first], _biases(first), [linear.weight for linear in down], _biases(down)]
+    is_stacked = read.dim(down[0].weight) == 3
+    stacks = [(each[0] if is_stacked else _stack_of(read, each)) if each else None for each in lists]
+    if len(order) == 1 and all(stack is not None or not each for stack, each in zip(stacks, lists, strict=True)):
+        gate_up, gate_up_bias, down_stack, down_bias = stacks
+        assert gate_up is not None and down_stack is not None, "every linear map has a weight"
+        return _ExpertWeights(gate_up, gate_up_bias, down_stack, down_bias)
+    return _ExpertWeights(*(tuple(each) if each else None for each in lists))
+
+
+def _layouts(body: ExpertBody) -> set[WeightLayout]:
+    return {linear.layout for linear in (*body.first, body.down)}
+
+
+def _in_one_layout(body: ExpertBody) -> ExpertBody:
+    """``body`` with all weights in one layout, where views in the graph allow it."""
+    if len(_layouts(body)) == 1:
+        return body
+    return dataclasses.replace(
+        body, first=tuple(_as_in_out(linear) for linear in body.first), down=_as_in_out(body.down)
+    )
+
+
+def _as_in_out(linear: ExpertLinear) -> ExpertLinear:
+    if linear.layout == "in_out" or linear.transposed is None:
+        return linear
+    return ExpertLinear(linear.transposed, "in_out", linear.bias)
+
+
+def _biases(linears: Sequence[ExpertLinear]) -> list[Node]:
+    return [linear.bias for linear in linears if linear.bias is not None]
+
+
+def _stack_of(read: Reader, nodes: Sequence[Node]) -> Node | None:
+    """The tensor whose entries 0, 1, 2, ... ``nodes`` are, all of them."""
+    entries = [_entry(read, node) for node in nodes]
+    stack = entries[0][0] if entries[0] is not None else None
+    if stack is None or read.static_size(stack, 0) != len(nodes):
+        return None
+    return stack if entries == [(stack, index) for index in range(len(nodes))] else None
+
+
+def _entry(read: Reader, node: Node) -> tuple[Node, int] | None:
+    """The tensor that ``node`` is an entry of, and which one."""
+    if node.target is aten.select.int and read.axis(node.args[0], node.args[1]) == 0:
+        index = node.args[2]
+        return (read.root(node.args[0]), index) if isinstance(index, int) else None
+    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
+        unbound = node.args[0]
+        axis = read.arguments(unbound, None, 0)[1]
+        return (read.root(unbound.args[0]), node.args[1]) if axis in (0, -read.dim(unbound.args[0])) else None
+    return None
+
+
+# ---- what must hold
+
+
+def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: _ExpertWeights, tokens: Node) -> str | None:
+    """Why tokens, ids, weights and sums do not fit together as one call, if they do not."""
+    term, sink = summed.terms[summed.first_expert], summed.sums[0]
+    if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
+        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(tokens))}"
+    if not read.same_sizes(read.shape(term.ids)[:1], read.shape(tokens)[:1]):
+        return f"{read.shape(term.ids)[0]} rows of ids for {read.shape(tokens)[0]} tokens"
+    if term.mask is None and not _chooses_one_of(read, summed):
+        return "every expert runs on every token, and not every id is known to be an expert's"
+    if term.weights is not None:
+        shape = read.shape(term.weights)
+        is_column = read.dim(term.ids) == 1 and read.same_sizes(shape[1:], (1,))
+        if not read.same_sizes(shape[:1] if is_column else shape, read.shape(term.ids)):
+            return f"ids {list(read.shape(term.ids))} and routing weights {list(shape)} differ in shape"
+    layouts = _layouts(body)
+    if len(layouts) != 1:
+        return f"the linear maps of an expert are stored in different layouts, {' and '.join(sorted(layouts))}"
+    for node in weights.nodes():
+        if not all(isinstance(size, int) for size in read.shape(node)):
+            return f"expert weights must have constant sizes, got {list(read.shape(node))}"
+        if read.dtype(node) != read.dtype(tokens):
+            name = read.describe(node)
+            return f"expert parameter {name} is {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
+    for node in summed.sums:
+        if torch.promote_types(read.dtype(node), read.dtype(tokens)) != read.dtype(node):
+            return f"{read.describe(node)} sums in {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
+    if read.dtype(sink) != read.dtype(tokens):
+        return f"the sum stays in {read.dtype(sink)}, the tokens are {read.dtype(tokens)}"
+    return None
+
+
+def _dependent(region: frozenset[Node], parameters: Sequence[Node]) -> list[Node]:
+    """The nodes of a region that hold something of an expert: they go with the layer."""
+    dependent = set(parameters)
+    inner = []
+    for node in sorted(region):
+        if not dependent.isdisjoint(node.all_input_nodes) and carries_tensors(node):
+            dependent.add(node)
+            inner.append(node)
+    return inner
+
+
+def _asserts(found: Interpretation, region: frozenset[Node]) -> frozenset[Node]:
+    """The Dynamo nodes that assert what holds anyway of how often an expert is hit, and those that they read.
+
+    Any other assertion is the layer's own, and keeps what it reads.
+    """
+    nodes: set[Node] = set()
+    for node in region:
+        mask = getattr(found.reader.value(node), "mask", None)
+        if not isinstance(mask, ExpertMask):
+            continue
+        most = _num_places(found.reader, mask)
+        for made in found.view.results.get(node, ()):
+            sizes = [user for user in made.users if user.target is aten.sym_size.int]
+            facts = [user for size in sizes for user in size.users if _always_holds(user, most)]
+            nodes |= {*sizes, *facts, *(user for fact in facts for user in fact.users)}
+    return frozenset(nodes)
+
+
+def _num_places(read: Reader, mask: ExpertMask) -> int | None:
+    """How many elements a mask has, if it is the same at every call."""
+    sizes = [size for size in read.shape(mask.ids)[: len(mask.axes)] if isinstance(size, int)]
+    return math.prod(sizes) if len(sizes) == len(mask.axes) else None
+
+
+def _always_holds(fact: Node, most: int | None) -> bool:
+    """Whether a comparison of a number of hits with a constant is true for every number from 0 to ``most``."""
+    limit = fact.args[1] if len(fact.args) == 2 else None
+    if fact.target is operator.le:
+        return isinstance(limit, int) and most is not None and limit >= most
+    return fact.target is operator.ge and limit == 0
+
+
+# ---- the record
+
+
+def _make_match(
+    found: Interpretation,
+    summed: _Summed,
+    gate: GateOfBody,
+    layout: WeightLayout,
+    weights: _ExpertWeights,
+    region: frozenset[Node],
+    checks: list[Check],
+) -> MoEMatch:
+    read, view, sink = found.reader, found.view, summed.sums[0]
+    term = summed.terms[summed.first_expert]
+    tokens, is_stacked = _tokens(read, term), isinstance(weights.gate_up, Node)
+    router: RouterFound | str = "the weights of the experts are separate tensors"
+    if is_stacked:
+        router = "the layer has no routing weights"
+        if term.weights is not None:
+            router = find_router(found, term.ids, term.weights, tokens, region)
+    ask([Condition("router can join", router if isinstance(router, str) else None)], "match", checks)
+    output, written = _written(found, summed.sums)
+    if output is None:
+        found.sums[read.root(sink)] = sink
+        output = found.dynamo_value(sink)
+    names = [found.dynamo_value(node) if node is not None else None for node in (tokens, term.ids, term.weights)]
+    x_TD, ids_TK, weights_TK = names
+    assert output is not None and x_TD is not None and ids_TK is not None, "conditions have checked them"
+    nodes = [_dynamo(found, each) for each in weights]
+    given = {node for each in nodes for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
+    recognised = gate.gate
+    numbers = [number.symbol for number in recognised.numbers if number.symbol is not None]
+    router_found = router if isinstance(router, RouterFound) else None
+    return MoEMatch(
+        layer=layer_name(view.origin[sink]),
+        spelling="expert_loop" if isinstance(read.value(sink), ExpertSum) else "dense_experts",
+        x_TD=x_TD,
+        ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        gate_up=nodes[0],
+        gate_up_bias=nodes[1],
+        down=nodes[2],
+        down_bias=nodes[3],
+        spec=ExpertsSpec(
+            weight_layout=layout,
+            gate_layout=recognised.layout,
+            activation=recognised.activation,
+            activation_params=tuple(number.value for number in recognised.parameters),
+            num_experts=summed.first_expert + summed.num_experts,
+            expert_offset=summed.first_expert,
+        ),
+        output=output,
+        written=written,
+        checks=(*rule_checks(found, [sink]), *checks),
+        region=(view.dynamo_nodes(region) - given) | _asserts(found, region),
+        router=router_found.router if router_found else None,
+        router_reason=None if isinstance(router, RouterFound) else router,
+        symbols=(*numbers, *(router_found.symbols if router_found else ())),
+    )
+
+
+def _written(found: Interpretation, sums: Sequence[Node]) -> tuple[Node | None, tuple[Node, ...]]:
+    """Where the sum is written in place: the Dynamo node of the last write, and Dynamo's nodes that are the tensor."""
+    view, (sink, *_) = found.view, sums
+    if functional_form(sink) is sink.target:
+        return None, ()
+    aliases = list(view.results.get(sink, ()))
+    for node in sums:
+        if functional_form(node) is node.target:
+            break
+        aliases.extend(view.results.get(node.args[0], ()))
+    output = view.origin[sink]
+    return output, tuple(dict.fromkeys(alias for alias in aliases if alias is not output))
+
+
+def _dynamo(found: Interpretation, weights: Weights | None) -> Weights | None:
+    if weights is None:
+        return None
+    nodes = [found.dynamo_value(node) for node in nodes_of(weights)]
+    assert None not in nodes, "conditions have checked them"
+    return nodes[0] if isinstance(weights, Node) else tuple(nodes)

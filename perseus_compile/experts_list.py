@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from perseus_compile import listed, lower
-from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.lower import check_tokens, token_arg, whole_arg
+from perseus_compile.ops import EXPERT_DEFAULTS, no_second_derivative
 
 _LISTS = "Tensor[] gate_up, Tensor[] gate_up_bias, Tensor[] down, Tensor[] down_bias"
-_NUMBERS = (
-    "int num_experts, str weight_layout='out_in', str gate_layout='concatenated', str activation='silu', "
-    "float[] activation_params=[], str weight_on='output', int expert_offset=0"
-)
+_NUMBERS = f"int num_experts, {EXPERT_DEFAULTS}"
 SCHEMAS = {
     "experts_list": f"experts_list(Tensor x_TD, Tensor ids_TK, Tensor weights_TK, {_LISTS}, {_NUMBERS}) -> Tensor",
     "experts_list_backward": (
@@ -49,8 +46,7 @@ class _Call(NamedTuple):
 def _checked(args: Sequence[Any]) -> _Call:
     tokens, lists, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TOKEN_TENSORS:_NUM_TENSORS], args[_NUM_TENSORS:]
     # The fields of the spec are the numbers of the schema, and the dispatcher leaves defaults at the end out.
-    named = dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=False))
-    spec = ExpertsSpec(**{**named, "activation_params": tuple(named.get("activation_params", ()))})
+    spec = ExpertsSpec.from_kwargs(dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=False)))
     facts = [[whole_arg(tensor) for tensor in tensors] for tensors in lists]
     lower.check_experts(lower.listed_args([token_arg(tensor) for tensor in tokens], facts, spec), spec)
     x_TD, ids_TK, weights_TK = tokens
@@ -167,13 +163,6 @@ def _derivative(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
     return grad_x, None, grad_weights, *grads_of_lists, *of_numbers
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise UnsupportedMoE(
-        "perseus::experts_list can be differentiated once, got a request for a second derivative; "
-        "do not use the perseus backend where gradients are differentiated again"
-    )
-
-
 def _register() -> None:
     implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "experts_list": (_forward, _forward_fake),
@@ -185,7 +174,9 @@ def _register() -> None:
         _LIBRARY.impl(name, kernel, "CUDA")
         torch.library.register_fake(f"perseus::{name}", fake, lib=_LIBRARY)
     torch.library.register_autograd("perseus::experts_list", _derivative, setup_context=_save, lib=_LIBRARY)
-    torch.library.register_autograd("perseus::experts_list_backward", _no_second_derivative, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "perseus::experts_list_backward", no_second_derivative("experts_list"), lib=_LIBRARY
+    )
 
 
 _register()

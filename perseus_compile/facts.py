@@ -10,6 +10,7 @@ a linear map, R routed rows (T*K).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -70,6 +71,11 @@ class ExpertsSpec:
     def as_kwargs(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "activation_params": list(self.activation_params)}
+
+    @classmethod
+    def from_kwargs(cls, numbers: Mapping[str, Any]) -> ExpertsSpec:
+        """The inverse of ``as_kwargs``; numbers that the dispatcher left out have their defaults."""
+        return cls(**{**numbers, "activation_params": tuple(numbers.get("activation_params", ()))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

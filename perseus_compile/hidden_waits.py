@@ -58,4 +58,3 @@ def _parts(body: GraphModule) -> tuple[list[Node], list[Node], Any]:
     (output,) = body.graph.find_nodes(op="output")
     results = output.args[0]
     return body.graph.find_nodes(op="placeholder"), calls, results if isinstance(results, (list, tuple)) else (results,)
-

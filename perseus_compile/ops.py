@@ -85,7 +85,8 @@ def _weight_args(
     )
 
 
-def _experts_args(x: Tensor, ids: Tensor, weights: Tensor, *expert_tensors: Any) -> ExpertsArgs:
+def experts_args(x: Tensor, ids: Tensor, weights: Tensor, *expert_tensors: Any) -> ExpertsArgs:
+    """The facts of the tensors of ``perseus::experts``, in schema order."""
     return ExpertsArgs(token_arg(x), token_arg(ids), token_arg(weights), *_weight_args(*expert_tensors))
 
 
@@ -99,7 +100,7 @@ def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias
 
 
 def _experts_spec(numbers: _Numbers) -> ExpertsSpec:
-    return ExpertsSpec(**dict(zip(_EXPERTS_NUMBERS, _hashable(numbers, _EXPERTS_PARAMS_AT), strict=False)))
+    return ExpertsSpec.from_kwargs(dict(zip(_EXPERTS_NUMBERS, numbers, strict=False)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,7 +164,7 @@ def _experts_on_cpu(*args: Any) -> Tensor:
 
 def _checked_experts(args: tuple[Any, ...]) -> _Experts:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    experts = _prepared(_experts_args(*tensors), _hashable(numbers, _EXPERTS_PARAMS_AT))
+    experts = _prepared(experts_args(*tensors), _hashable(numbers, _EXPERTS_PARAMS_AT))
     x_TD, ids_TK, weights_TK = tensors[:3]
     check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return experts
@@ -183,7 +184,7 @@ _EXPERTS_KERNELS = {"cpu": _experts_on_cpu, "cuda": _experts_on_cuda}
 
 def _experts_fake(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    lower.check_experts(_experts_args(*tensors), _experts_spec(numbers))
+    lower.check_experts(experts_args(*tensors), _experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
@@ -245,11 +246,20 @@ def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise UnsupportedMoE(
-        "perseus::experts can be differentiated once, got a request for a second derivative; "
-        "do not use the perseus backend where gradients are differentiated again"
-    )
+def no_second_derivative(op: str) -> Callable[..., Any]:
+    """The derivative to register for the backward of ``op``, which has none.
+
+    Raises, when it is called:
+        UnsupportedMoE: always.
+    """
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise UnsupportedMoE(
+            f"perseus::{op} can be differentiated once, got a request for a second derivative; "
+            "do not use the perseus backend where gradients are differentiated again"
+        )
+
+    return refuse
 
 
 # ---- perseus::moe
@@ -355,7 +365,7 @@ def _register() -> None:
     for name, fake in fakes.items():
         _LIBRARY.impl(name, _other_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"perseus::{name}", fake, lib=_LIBRARY)
-    torch.library.register_autograd("perseus::experts_backward", _no_second_derivative, lib=_LIBRARY)
+    torch.library.register_autograd("perseus::experts_backward", no_second_derivative("experts"), lib=_LIBRARY)
     _LIBRARY.impl("experts", _experts_autograd, "Autograd", with_keyset=True)
     _LIBRARY.impl("moe", _moe_autograd, "Autograd", with_keyset=True)
 

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from perseus_compile import lower
-from perseus_compile.comm.exchange import Choices, Route, by_owner, sum_by_token, sum_dtype, sum_over_ranks
+from perseus_compile.comm.exchange import Choices, Route, by_owner, sum_by_token, sum_over_ranks
 from perseus_compile.comm.group import RankGroup, agree, find_group
 from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens
-from perseus_compile.lower import ExpertsArgs, token_arg, whole_arg
-from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS
+from perseus_compile.grouped import sum_dtype
+from perseus_compile.lower import ExpertsArgs
+from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS, experts_args, no_second_derivative
 
 _NUMBERS = f"int num_experts, str group_name, {EXPERT_DEFAULTS}, str tokens='split', int max_tokens_per_rank=0"
 SCHEMAS = (
@@ -56,9 +57,7 @@ class _Call(NamedTuple):
 
     @property
     def args(self) -> ExpertsArgs:
-        x_TD, ids_TK, weights_TK, *experts = self.tensors
-        whole = [None if tensor is None else whole_arg(tensor) for tensor in experts]
-        return ExpertsArgs._make([token_arg(x_TD), token_arg(ids_TK), token_arg(weights_TK), *whole])
+        return experts_args(*self.tensors)
 
     def describe(self) -> str:
         """Everything that must be the same on all ranks, as text."""
@@ -84,8 +83,7 @@ def _enter(args: tuple[Any, ...], *, purpose: str, grad_TD: Tensor | None = None
     # The dispatcher leaves out the last numbers where they have their defaults.
     numbers = dict(zip(_NUMBER_NAMES, args[_NUM_TENSORS:], strict=False))
     sharing = ParallelSpec(**{name: numbers.pop(name) for name in _SHARING_NAMES.intersection(numbers)})
-    numbers["activation_params"] = tuple(numbers.get("activation_params", ()))
-    call = _Call(tensors, ExpertsSpec(**numbers), sharing, find_group(sharing.group_name))
+    call = _Call(tensors, ExpertsSpec.from_kwargs(numbers), sharing, find_group(sharing.group_name))
     group, (x_TD, ids_TK) = call.group, tensors[:2]
     text: str | PerseusError
     choices = Choices(ids_TK, ids_TK.new_empty(0), [0] * group.size)
@@ -108,12 +106,7 @@ def _check(call: _Call, grad_TD: Tensor | None) -> None:
     """
     lower.check_experts(call.args, call.spec)
     x_TD, ids_TK, weights_TK, gate_up = call.tensors[:4]
-    for name, other in (("ids", ids_TK), ("weights", weights_TK), ("grad", grad_TD)):
-        if other is not None and other.shape[0] != x_TD.shape[0]:
-            raise UnsupportedMoE(
-                f"{name} must have one row per token, T={x_TD.shape[0]} as x has, got {other.shape[0]}; "
-                f"pass x and {name} of the same tokens"
-            )
+    lower.check_tokens(x_TD, ids=ids_TK, weights=weights_TK, **({} if grad_TD is None else {"grad": grad_TD}))
     if call.sharing.tokens not in get_args(Tokens):
         raise UnsupportedMoE(
             f"tokens must be 'split' or 'replicated', got {call.sharing.tokens!r}; pass 'split' where each rank has "
@@ -254,13 +247,6 @@ def _differentiate(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    raise UnsupportedMoE(
-        "perseus::experts_parallel can be differentiated once, got a request for a second derivative; "
-        "do not use it where gradients are differentiated again"
-    )
-
-
 def _register() -> None:
     # The calls exchange sizes through the host, which no CUDA graph can hold.
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
@@ -277,7 +263,9 @@ def _register() -> None:
     torch.library.register_autograd(
         "perseus::experts_parallel", _differentiate, setup_context=_save_inputs, lib=_LIBRARY
     )
-    torch.library.register_autograd("perseus::experts_parallel_backward", _no_second_derivative, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "perseus::experts_parallel_backward", no_second_derivative("experts_parallel"), lib=_LIBRARY
+    )
 
 
 _register()

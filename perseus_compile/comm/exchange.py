@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from perseus_compile.comm.group import RankGroup
+from perseus_compile.grouped import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +121,3 @@ def sum_over_ranks(group: RankGroup, partial_TD: Tensor, dtype: torch.dtype) -> 
     collectives = torch.ops._c10d_functional
     gathered = collectives.all_gather_into_tensor(total.to(dtype), group.size, group.name)
     return collectives.wait_tensor(gathered)[:num_tokens]
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

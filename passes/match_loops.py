@@ -1,39 +1,30 @@
 """Which layers run their experts one by one? Reads the meanings; never edits.
 
-Such a layer is found from the end of the sum over its experts. Where the weights of the experts are the entries of one
-tensor, that is used as it is; else the weights are listed.
+Such a layer is found from the end of the sum over its experts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch.fx import Node
 
 from ..conditions import Condition, ask
 from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
 from .id_bound import id_bound
 from .interpret import Interpretation, Reader, aten, functional_form
-from .loop_values import (
-    DenseSum,
-    ExpertBody,
-    ExpertMask,
-    ExpertSum,
-    ExpertTerm,
-)
+from .loop_values import DenseSum, ExpertBody, ExpertMask, ExpertSum, ExpertTerm
+from .loop_weights import LoopWeights, in_one_layout, layouts_of, loop_weights
 from .match_context import context_conditions, layer_name, refuse
 from .match_routing import RouterFound, find_router
 from .patterns.activations import GateOfBody, gate_of
 from .patterns.expert_hits import hit_rows
 from .region import carries_tensors, closure
 from .rule_checks import rule_checks
-from .values import ExpertLinear
 
 
 def ends_loop(found: Interpretation, node: Node) -> bool:
@@ -57,8 +48,8 @@ def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     if reason is not None:
         return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
     assert isinstance(gate, GateOfBody), "a condition refuses unknown gates"
-    bodies = [_in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
-    weights = _weights(read, bodies, gate.order)
+    bodies = [in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
+    weights = loop_weights(read, bodies, gate.order)
     tokens = _tokens(read, term)
     inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
     region = closure((sink,), inputs)
@@ -184,83 +175,10 @@ def _forms(body: ExpertBody) -> list[tuple[str, bool]]:
     return [(linear.layout, linear.bias is not None) for linear in (*body.first, body.down)]
 
 
-# ---- the weights of the experts
-
-
-class _ExpertWeights(NamedTuple):
-    """As in ``MoEMatch``, but nodes of the view."""
-
-    gate_up: Weights
-    gate_up_bias: Weights | None
-    down: Weights
-    down_bias: Weights | None
-
-    def nodes(self) -> list[Node]:
-        return [node for each in self for node in nodes_of(each)]
-
-
-def _weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -> _ExpertWeights:
-    """Stacks, where all weights and biases are entries of stacks; else lists, all gates before all up halves."""
-    first = [body.first[index] for index in order for body in bodies]
-    down = [body.down for body in bodies]
-    lists = [[linear.weight for linear in first], _biases(first), [linear.weight for linear in down], _biases(down)]
-    is_stacked = read.dim(down[0].weight) == 3
-    stacks = [(each[0] if is_stacked else _stack_of(read, each)) if each else None for each in lists]
-    if len(order) == 1 and all(stack is not None or not each for stack, each in zip(stacks, lists, strict=True)):
-        gate_up, gate_up_bias, down_stack, down_bias = stacks
-        assert gate_up is not None and down_stack is not None, "every linear map has a weight"
-        return _ExpertWeights(gate_up, gate_up_bias, down_stack, down_bias)
-    return _ExpertWeights(*(tuple(each) if each else None for each in lists))
-
-
-def _layouts(body: ExpertBody) -> set[WeightLayout]:
-    return {linear.layout for linear in (*body.first, body.down)}
-
-
-def _in_one_layout(body: ExpertBody) -> ExpertBody:
-    """``body`` with all weights in one layout, where views in the graph allow it."""
-    if len(_layouts(body)) == 1:
-        return body
-    return dataclasses.replace(
-        body, first=tuple(_as_in_out(linear) for linear in body.first), down=_as_in_out(body.down)
-    )
-
-
-def _as_in_out(linear: ExpertLinear) -> ExpertLinear:
-    if linear.layout == "in_out" or linear.transposed is None:
-        return linear
-    return ExpertLinear(linear.transposed, "in_out", linear.bias)
-
-
-def _biases(linears: Sequence[ExpertLinear]) -> list[Node]:
-    return [linear.bias for linear in linears if linear.bias is not None]
-
-
-def _stack_of(read: Reader, nodes: Sequence[Node]) -> Node | None:
-    """The tensor whose entries 0, 1, 2, ... ``nodes`` are, all of them."""
-    entries = [_entry(read, node) for node in nodes]
-    stack = entries[0][0] if entries[0] is not None else None
-    if stack is None or read.static_size(stack, 0) != len(nodes):
-        return None
-    return stack if entries == [(stack, index) for index in range(len(nodes))] else None
-
-
-def _entry(read: Reader, node: Node) -> tuple[Node, int] | None:
-    """The tensor that ``node`` is an entry of, and which one."""
-    if node.target is aten.select.int and read.axis(node.args[0], node.args[1]) == 0:
-        index = node.args[2]
-        return (read.root(node.args[0]), index) if isinstance(index, int) else None
-    if node.target is operator.getitem and node.args[0].target is aten.unbind.int:
-        unbound = node.args[0]
-        axis = read.arguments(unbound, None, 0)[1]
-        return (read.root(unbound.args[0]), node.args[1]) if axis in (0, -read.dim(unbound.args[0])) else None
-    return None
-
-
 # ---- what must hold
 
 
-def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: _ExpertWeights, tokens: Node) -> str | None:
+def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: LoopWeights, tokens: Node) -> str | None:
     """Why tokens, ids, weights and sums do not fit together as one call, if they do not."""
     term, sink = summed.terms[summed.first_expert], summed.sums[0]
     if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
@@ -274,7 +192,7 @@ def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: _ExpertWei
         is_column = read.dim(term.ids) == 1 and read.same_sizes(shape[1:], (1,))
         if not read.same_sizes(shape[:1] if is_column else shape, read.shape(term.ids)):
             return f"ids {list(read.shape(term.ids))} and routing weights {list(shape)} differ in shape"
-    layouts = _layouts(body)
+    layouts = layouts_of(body)
     if len(layouts) != 1:
         return f"the linear maps of an expert are stored in different layouts, {' and '.join(sorted(layouts))}"
     for node in weights.nodes():
@@ -284,7 +202,7 @@ def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: _ExpertWei
             name = read.describe(node)
             return f"expert parameter {name} is {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
     for node in summed.sums:
-        if torch.promote_types(read.dtype(node), read.dtype(tokens)) != read.dtype(node):
+        if not read.holds(node, read.dtype(tokens)):
             return f"{read.describe(node)} sums in {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
     if read.dtype(sink) != read.dtype(tokens):
         return f"the sum stays in {read.dtype(sink)}, the tokens are {read.dtype(tokens)}"
@@ -342,7 +260,7 @@ def _make_match(
     summed: _Summed,
     gate: GateOfBody,
     layout: WeightLayout,
-    weights: _ExpertWeights,
+    weights: LoopWeights,
     region: frozenset[Node],
     checks: list[Check],
 ) -> MoEMatch:

@@ -15,14 +15,13 @@ import torch
 from torch.fx import Node
 
 from .expressions import expression_of, makes_halves, sliced_half
-from .interpret import Reader, aten, functional_form, write_problem
+from .interpret import CASTS, Reader, aten, functional_form, write_problem
 from .loop_values import Axis, ExpertBody
 from .values import ExpertLinear, Expression
 
 # A gate has a dozen; an expression is a tree, so a chain of steps that read a value twice would grow without bound.
 _MAX_STEPS = 100
 _HALVINGS = (aten.chunk.default, aten.split.Tensor)
-_CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 class Product(NamedTuple):
@@ -75,10 +74,10 @@ class _GateReader:
         leaf = self._leaf(node)
         if leaf is not None:
             return leaf
-        if torch.promote_types(self._dtype, self._read.dtype(node)) != self._read.dtype(node):
+        if not self._read.holds(node, self._dtype):
             dtype = self._read.dtype(node)
             return self._lose(f"{self._read.describe(node)} changes the dtype inside an expert to {dtype}")
-        if node.target in _CASTS:
+        if node.target in CASTS:
             return self.expression(node.args[0])
         if functional_form(node) is not node.target and (problem := write_problem(node)):
             return self._lose(problem)

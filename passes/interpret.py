@@ -17,6 +17,8 @@ from .rule import Rule
 from .values import Number, Value
 
 aten = torch.ops.aten
+CASTS = (aten.to.dtype, aten._to_copy.default)
+INTEGERS = (torch.int32, torch.int64)
 
 # Operators whose result holds the numbers of their first argument; only shape, dtype or strides can differ.
 _SAME_NUMBERS = frozenset(
@@ -76,6 +78,10 @@ class Reader:
 
     def dtype(self, node: Node) -> torch.dtype:
         return node.meta["val"].dtype
+
+    def holds(self, node: Node, dtype: torch.dtype) -> bool:
+        """Whether ``node`` has a dtype that holds every number of ``dtype``, so that a cast to it rounds nothing."""
+        return torch.promote_types(dtype, self.dtype(node)) == self.dtype(node)
 
     def axis(self, node: Node, axis: int) -> int:
         """``axis`` of the tensor ``node``, counted from the front."""

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, INTEGERS, Reader, aten
 from ..parallel_values import Dispatch, RankCounts, RankTotal, RankTotals, ReceivedIds, StackedTotals
 from ..rule import Rule, Spelling
 from ..values import Combined, ExpertCounts, ExpertOutput, PerChoice, TokenRows, Value
@@ -32,7 +32,6 @@ def collective(name: str) -> tuple[OpOverload, ...]:
 
 ALL_TO_ALL_OPS = collective("all_to_all_single")
 WAIT_OPS = collective("wait_tensor")
-_INTEGERS = (torch.int32, torch.int64)
 _EXCHANGED = (RankCounts, TokenRows, ReceivedIds, ExpertOutput)
 
 
@@ -55,7 +54,7 @@ def _count_by_scatter(read: Reader, node: Node) -> Value | None:
     is_zero = counts.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
     is_one = ones.target in (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
     num_experts = read.static_size(counts, 0)
-    whole = read.same_sizes(read.shape(ones), read.shape(index)) and read.dtype(node) in _INTEGERS
+    whole = read.same_sizes(read.shape(ones), read.shape(index)) and read.dtype(node) in INTEGERS
     return ExpertCounts(ids.of, num_experts) if is_zero and is_one and whole and num_experts else None
 
 
@@ -110,7 +109,7 @@ def _totals(read: Reader, node: Node) -> Value | None:
     """The sum over the experts of each rank."""
     counts = read.value(node.args[0])
     keepdim = read.arguments(node, None, None, False)[2]
-    if not isinstance(counts, RankCounts) or counts.flat or keepdim or read.dtype(node) not in _INTEGERS:
+    if not isinstance(counts, RankCounts) or counts.flat or keepdim or read.dtype(node) not in INTEGERS:
         return None
     return RankTotals(counts) if [axis % 2 for axis in node.args[1] or ()] == [1] else None
 
@@ -135,7 +134,7 @@ def _cast(read: Reader, node: Node) -> Value | None:
     """Counts in another integer dtype, or on the host."""
     value = read.value(node.args[0])
     kinds = (RankCounts, RankTotals, StackedTotals, RankTotal)
-    return value if isinstance(value, kinds) and read.dtype(node) in _INTEGERS else None
+    return value if isinstance(value, kinds) and read.dtype(node) in INTEGERS else None
 
 
 def _read_by_host(read: Reader, node: Node) -> Value | None:
@@ -236,7 +235,7 @@ ALL_TO_ALL = Spelling(
         Rule("rows by rank", (aten.sum.dim_IntList,), _totals),
         Rule("stack of totals", (aten.stack.default,), _stacked),
         Rule("part of totals", (aten.select.int,), _selected),
-        Rule("cast of totals", (aten.to.dtype, aten.to.device, aten._to_copy.default), _cast),
+        Rule("cast of totals", (*CASTS, aten.to.device), _cast),
         Rule("split size", (aten.item.default, operator.getitem), _read_by_host),
     ),
     source="hand-written expert-parallel layers, torchtitan's dispatcher, transformers' all-to-all experts",

@@ -10,7 +10,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ExpertCounts,
@@ -167,7 +167,7 @@ CHOICES = Spelling(
         Rule("inverse by write", (aten.index_put.default,), _invert_by_write),
         Rule("inverse by sort", (aten.argsort.default,), _invert_by_sort),
         Rule("token of a row", (aten.floor_divide.default, aten.div.Tensor_mode), _row_token),
-        Rule("cast of ids", (aten.to.dtype, aten._to_copy.default), _cast_ids),
+        Rule("cast of ids", CASTS, _cast_ids),
         Rule("rows per expert", (aten.histc.default,), _histogram),
         Rule("ends of experts", (aten.cumsum.default,), _ends),
         Rule("reorder choices", (aten.index.Tensor,), _reorder),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from ...facts import WeightLayout
 from ..expert_body import Product, product_of_matrix, read_body
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..loop_values import Axis, DenseSum, DenseTerm, DenseWeights, ExpertBody
 from ..rule import Rule, Spelling
 from ..values import ExpertLinear, SwappedMatrix, Value
@@ -146,7 +145,7 @@ def _sum_over_experts(read: Reader, node: Node) -> Value | str | None:
     _, axes, keepdim = read.arguments(node, None, None, False)[:3]
     if [read.axis(node.args[0], axis) for axis in axes or ()] != [term.weights.axes.index("expert")] or keepdim:
         return f"{read.describe(node)} must sum over the experts alone"
-    if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) != read.dtype(node):
+    if not read.holds(node, read.dtype(node.args[0])):
         return f"{read.describe(node)} rounds expert outputs to {read.dtype(node)} before they are summed"
     return DenseSum(term.bodies, term.weights)
 
@@ -181,7 +180,7 @@ def _cast_dense(read: Reader, node: Node) -> Value | None:
     tokens = read.dtype(value.bodies[0].rows[0])
     if isinstance(value, DenseSum) and read.dtype(node.args[0]) == tokens:
         return None
-    return value if torch.promote_types(tokens, read.dtype(node)) == read.dtype(node) else None
+    return value if read.holds(node, tokens) else None
 
 
 DENSE_EXPERTS = Spelling(
@@ -195,7 +194,7 @@ DENSE_EXPERTS = Spelling(
         Rule("outputs by dense weights", (aten.mul.Tensor,), _weighted),
         Rule("sum over experts", (aten.sum.dim_IntList,), _sum_over_experts),
         Rule("sum by dense weights", (aten.einsum.default,), _weighted_sum),
-        Rule("cast of all outputs", (aten.to.dtype, aten._to_copy.default), _cast_dense),
+        Rule("cast of all outputs", CASTS, _cast_dense),
     ),
     source="hand-written layers, Mesh TensorFlow and its successors without a capacity",
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, INTEGERS, Reader, aten
 from ..loop_values import (
     Axis,
     DenseWeights,
@@ -28,7 +28,6 @@ from ..rule import Rule, Spelling
 from ..values import Value
 
 AXES_OF_IDS: tuple[Axis, ...] = ("token", "choice")
-_INTEGERS = (torch.int64, torch.int32)
 
 
 def _equal_to_expert(read: Reader, node: Node) -> Value | None:
@@ -40,7 +39,7 @@ def _equal_to_expert(read: Reader, node: Node) -> Value | None:
 
 def axes_of_ids(read: Reader, ids: Any) -> tuple[Axis, ...]:
     """() for what cannot be ids [T, K], or [T] of one choice each."""
-    is_integer = read.dim(ids) in (1, 2) and read.dtype(ids) in _INTEGERS
+    is_integer = read.dim(ids) in (1, 2) and read.dtype(ids) in INTEGERS
     return AXES_OF_IDS[: read.dim(ids)] if is_integer else ()
 
 
@@ -109,7 +108,7 @@ def _still_not_zero(read: Reader, node: Node) -> Value | None:
     value = read.value(node.args[0])
     if not isinstance(value, (OneHot, ExpertMask)):
         return None
-    is_cast = node.target in (aten.to.dtype, aten._to_copy.default)
+    is_cast = node.target in CASTS
     return value if is_cast or node.args[1] == 0 else None
 
 
@@ -242,7 +241,7 @@ EXPERT_HITS = Spelling(
         Rule("moved axes", (aten.permute.default, aten.transpose.int, aten.t.default), _moved_axes),
         Rule("part of one expert", (aten.select.int,), _of_one_expert),
         Rule("any choice", (aten.any.dim, aten.sum.dim_IntList, aten.amax.default), _any_choice),
-        Rule("mask not 0", (aten.to.dtype, aten._to_copy.default, aten.gt.Scalar, aten.ne.Scalar), _still_not_zero),
+        Rule("mask not 0", (*CASTS, aten.gt.Scalar, aten.ne.Scalar), _still_not_zero),
         Rule("hits", (aten.where.default, aten.nonzero_numpy.default, aten.nonzero.default), _hits),
         Rule(
             "index of an axis",

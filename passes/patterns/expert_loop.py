@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..expert_body import product_of_matrix, read_body
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..loop_values import (
     ExpertMask,
     ExpertSum,
@@ -166,7 +166,7 @@ def _cast_term(read: Reader, node: Node) -> Value | str | None:
     if isinstance(value, ExpertSum):
         is_whole = read.dtype(node.args[0]) == tokens
         return None if is_whole else ExpertSum(node.args[0], None, value.is_empty)
-    if torch.promote_types(tokens, read.dtype(node)) == read.dtype(node):
+    if read.holds(node, tokens):
         return value
     return f"{read.describe(node)} rounds expert outputs to {read.dtype(node)} before they are summed"
 
@@ -188,7 +188,7 @@ EXPERT_LOOP = Spelling(
         Rule("sum at hits", (aten.add.Tensor,), _add_to_taken),
         Rule("write at hits", (aten.index_put.default,), _put),
         Rule("sum over all tokens", (aten.add.Tensor,), _add_dense),
-        Rule("cast of an expert's outputs", (aten.to.dtype, aten._to_copy.default), _cast_term),
+        Rule("cast of an expert's outputs", CASTS, _cast_term),
     ),
     source="hand-written layers with an nn.ModuleList of experts; transformers before 5; Switch and NLLB routing",
 )

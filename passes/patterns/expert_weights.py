@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..loop_values import DenseWeights, ExpertMask, ExpertWeights, HitWeights, MaskedWeights, OneHot, Zeros
 from ..rule import Rule, Spelling
 from ..values import Value
@@ -41,7 +40,7 @@ def _wider_weights(read: Reader, node: Node) -> Value | str | None:
     value = read.value(node.args[0])
     if not isinstance(value, (HitWeights, ExpertWeights, DenseWeights, MaskedWeights)):
         return None
-    if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) == read.dtype(node):
+    if read.holds(node, read.dtype(node.args[0])):
         return value
     return f"{read.describe(node)} rounds the routing weights of an expert to {read.dtype(node)}"
 
@@ -69,7 +68,7 @@ def _sum_of_choices(read: Reader, node: Node) -> Value | None:
     value, (_, axes, keepdim) = read.value(node.args[0]), read.arguments(node, None, None, False)[:3]
     if not isinstance(value, MaskedWeights) or [read.axis(node.args[0], axis) for axis in axes or ()] != [1]:
         return None
-    if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) != read.dtype(node):
+    if not read.holds(node, read.dtype(node.args[0])):
         return None
     mask = value.mask
     if isinstance(mask, ExpertMask):
@@ -101,7 +100,7 @@ EXPERT_WEIGHTS = Spelling(
     rules=(
         Rule("column of one expert", (aten.slice.Tensor,), _slice_of_one_expert),
         Rule("column of weights", (aten.unsqueeze.default, aten.view.default, aten.reshape.default), _as_column),
-        Rule("cast of an expert's weights", (aten.to.dtype, aten._to_copy.default), _wider_weights),
+        Rule("cast of an expert's weights", CASTS, _wider_weights),
         Rule("masked weights", (aten.mul.Tensor,), _masked_weights),
         Rule("sum of masked weights", (aten.sum.dim_IntList,), _sum_of_choices),
         Rule(

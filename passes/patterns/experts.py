@@ -6,11 +6,10 @@ import dataclasses
 import operator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from ..expressions import BINARY, UNARY, expression_of, makes_halves, sliced_half
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ChoiceGrid,
@@ -113,7 +112,7 @@ def _elementwise(read: Reader, node: Node) -> Value | str | None:
     hidden = gated[first].hidden
     if any(value.hidden != hidden or value.unit_axis is not None for value in gated.values()):
         return f"{read.describe(node)} mixes values of two expert linears"
-    if torch.promote_types(read.dtype(hidden.rows.x), read.dtype(node)) != read.dtype(node):
+    if not read.holds(node, read.dtype(hidden.rows.x)):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     expression = expression_of(read, node, lambda arg: _operand(read, arg))
     return Gated(hidden, expression) if expression is not None else None
@@ -151,10 +150,8 @@ def _weight(read: Reader, node: Node) -> Value | str | None:
 def _widen(read: Reader, node: Node) -> Value | str | None:
     """A cast to a wider dtype: of the gate, until the second linear, and of what follows that, until it is summed."""
     value = read.value(node.args[0])
-    if isinstance(value, Gated):
-        tokens = read.dtype(value.hidden.rows.x)
-        if torch.promote_types(tokens, read.dtype(node)) == read.dtype(node):
-            return value
+    if isinstance(value, Gated) and read.holds(node, read.dtype(value.hidden.rows.x)):
+        return value
     if isinstance(value, (Hidden, Gated, TokenRows)):
         return f"{read.describe(node)} changes the dtype inside an expert to {read.dtype(node)}"
     if not isinstance(value, (ExpertOutput, ChoiceGrid, Combined)):
@@ -162,7 +159,7 @@ def _widen(read: Reader, node: Node) -> Value | str | None:
     before, after = read.dtype(node.args[0]), read.dtype(node)
     output = value if isinstance(value, ExpertOutput) else value.output
     final = isinstance(value, Combined) and after == read.dtype(output.hidden.rows.x)
-    if final or torch.promote_types(before, after) == after:
+    if final or read.holds(node, before):
         return value
     if isinstance(value, Combined):
         return f"{read.describe(node)} casts the sum to {after}, the tokens are {read.dtype(output.hidden.rows.x)}"
@@ -193,7 +190,7 @@ def _combine(read: Reader, node: Node) -> Value | str | None:
     keepdim = read.arguments(node, None, None, False)[2]
     if axes != [1] or keepdim:
         return f"{read.describe(node)} must sum over the choices alone, got axes {axes}, keepdim={bool(keepdim)}"
-    if torch.promote_types(read.dtype(node.args[0]), read.dtype(node)) != read.dtype(node):
+    if not read.holds(node, read.dtype(node.args[0])):
         return f"{read.describe(node)} rounds expert outputs to {read.dtype(node)} before they are summed"
     return Combined(grid.output)
 
@@ -234,7 +231,7 @@ EXPERTS = Spelling(
         Rule("half by slice", (aten.slice.Tensor,), _half_by_slice),
         Rule("elementwise gate", (*UNARY, *BINARY, aten.pow.Tensor_Scalar, aten.clamp.default), _elementwise),
         Rule("routing weight", (aten.mul.Tensor,), _weight),
-        Rule("cast of outputs", (aten.to.dtype, aten._to_copy.default), _widen),
+        Rule("cast of outputs", CASTS, _widen),
         Rule("rows by token", (aten.view.default, aten.reshape.default), _grid),
         Rule("sum over choices", (aten.sum.dim_IntList,), _combine),
         Rule("one-row matrices", (aten.unsqueeze.default,), _unit_axis),

@@ -10,16 +10,13 @@ from __future__ import annotations
 import dataclasses
 import operator
 
-import torch
 from torch.fx import Node
 
 from ...process_groups import rank_in
-from ..interpret import Reader, aten
+from ..interpret import CASTS, INTEGERS, Reader, aten
 from ..parallel_values import RankCounts, ReceivedIds, ReceivedPerExpert, ReceivedPermutation, ReceivedSort
 from ..rule import Rule, Spelling
 from ..values import ExpertOutput, Permutation, SelectedByExpert, TokenRows, Value
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 def _per_rank(counts: RankCounts) -> int:
@@ -83,7 +80,7 @@ def _local_ids(read: Reader, node: Node) -> Value | str | None:
 def _cast_ids(read: Reader, node: Node) -> Value | None:
     value = read.value(node.args[0])
     kinds = (ReceivedIds, ReceivedPerExpert)
-    return value if isinstance(value, kinds) and read.dtype(node) in _INTEGERS else None
+    return value if isinstance(value, kinds) and read.dtype(node) in INTEGERS else None
 
 
 def _sort(read: Reader, node: Node) -> Value | str | None:
@@ -169,7 +166,7 @@ def _per_expert(read: Reader, node: Node) -> Value | None:
     if not isinstance(counts, RankCounts) or counts.exchange is None or counts.flat or keepdim:
         return None
     axes = [axis % 2 for axis in node.args[1] or ()]
-    return ReceivedPerExpert(counts) if axes == [0] and read.dtype(node) in _INTEGERS else None
+    return ReceivedPerExpert(counts) if axes == [0] and read.dtype(node) in INTEGERS else None
 
 
 def _count_again(read: Reader, node: Node) -> Value | None:
@@ -183,7 +180,7 @@ def _count_again(read: Reader, node: Node) -> Value | None:
 
 def _ends(read: Reader, node: Node) -> Value | None:
     counts = read.value(node.args[0])
-    if isinstance(counts, ReceivedPerExpert) and not counts.ends and read.dtype(node) in _INTEGERS:
+    if isinstance(counts, ReceivedPerExpert) and not counts.ends and read.dtype(node) in INTEGERS:
         return dataclasses.replace(counts, ends=True)
     return None
 
@@ -198,7 +195,7 @@ RECEIVED = Spelling(
     rules=(
         Rule("ids of received rows", (aten.repeat_interleave.self_Tensor,), _ids_from_counts),
         Rule("local ids", (aten.sub.Tensor, aten.remainder.Scalar), _local_ids),
-        Rule("cast of received ids", (aten.to.dtype, aten._to_copy.default), _cast_ids),
+        Rule("cast of received ids", CASTS, _cast_ids),
         Rule(
             "received rows by expert",
             (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable),

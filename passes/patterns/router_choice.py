@@ -7,7 +7,7 @@ import operator
 
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ChoiceScores,
@@ -125,7 +125,7 @@ ROUTER_CHOICE = Spelling(
         Rule("sum of the chosen", (aten.sum.dim_IntList,), _sum_of_chosen),
         Rule("epsilon", (aten.add.Tensor,), _epsilon),
         Rule("renormalise", (aten.div.Tensor,), _renormalize),
-        Rule("cast of weights", (aten.to.dtype, aten._to_copy.default), _cast),
+        Rule("cast of weights", CASTS, _cast),
         Rule("scale of weights", (aten.mul.Tensor,), _scale),
     ),
     source="Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4-MoE, gpt-oss in transformers",

@@ -8,7 +8,7 @@ import math
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import CASTS, Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ChoiceScores,
@@ -37,7 +37,7 @@ def _cast_logits(read: Reader, node: Node) -> Value | str | None:
     value = read.value(node.args[0])
     if not isinstance(value, Logits):
         return None
-    if value.cast is not None or torch.promote_types(value.dtype, read.dtype(node)) != read.dtype(node):
+    if value.cast is not None or not read.holds(node, value.dtype):
         return f"{read.describe(node)} rounds the router logits to {read.dtype(node)}"
     return dataclasses.replace(value, cast=read.dtype(node))
 
@@ -156,7 +156,7 @@ ROUTER_SCORES = Spelling(
     chain="linear, softmax or sigmoid, [+ bias], [group limit: view, topk 2, sum, topk, scatter, masked_fill]",
     rules=(
         Rule("router logits", (aten.linear.default,), _logits),
-        Rule("cast of logits", (aten.to.dtype, aten._to_copy.default), _cast_logits),
+        Rule("cast of logits", CASTS, _cast_logits),
         Rule("softmax over experts", (aten.softmax.int,), _softmax),
         Rule("sigmoid of logits", (aten.sigmoid.default,), _sigmoid),
         Rule("correction bias", (aten.add.Tensor,), _correction_bias),
@@ -169,7 +169,7 @@ ROUTER_SCORES = Spelling(
             (aten.unsqueeze.default, aten.expand.default, aten.reshape.default, aten.view.default),
             _spread_mask,
         ),
-        Rule("mask as bool", (aten.to.dtype, aten._to_copy.default), _mask_as_bool),
+        Rule("mask as bool", CASTS, _mask_as_bool),
         Rule("inverted mask", (aten.bitwise_not.default, aten.logical_not.default), _invert_mask),
         Rule("limit to groups", (aten.masked_fill.Scalar,), _limit_to_groups),
     ),

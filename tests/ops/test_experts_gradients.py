@@ -61,7 +61,7 @@ def test_gradcheck(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize("form", FORMS[::3], ids=form_name)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(form: dict[str, Any], dtype: torch.dtype) -> None:
-    if form["activation"].startswith(("clamped", "relu")) and dtype != torch.float32:
+    if form["activation"] in ("relu", "clamped_swiglu", "clamped_silu") and dtype != torch.float32:
         form = {**form, "activation": "silu"}  # a value rounded over a limit, or over 0, turns its gradient on or off
     case = make_case(num_choices=3, num_local=3, num_experts=5, expert_offset=1, dtype=dtype, **form)
     check(case, make_case(seed=1, dtype=dtype)["x"])

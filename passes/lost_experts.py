@@ -88,11 +88,14 @@ def _capacities(found: Interpretation) -> list[Refusal]:
     """Tokens that are dispatched into slots of experts by one product, and combined by another."""
     dispatches = [node for node in found.view.graph.nodes if _has_letters(node, "tec,td->ecd")]
     combines = any(_has_letters(node, "tec,ecd->td") for node in found.view.graph.nodes)
-    reason = (
-        "its tokens go into a limited number of slots for each expert at {}, and those that find none are dropped; "
-        "perseus ops drop no token"
+    return [_refuse(found, node, _dropped_tokens(found.reader, node)) for node in dispatches if combines]
+
+
+def _dropped_tokens(read: Reader, dispatch: Node) -> str:
+    return (
+        f"its tokens go into a limited number of slots for each expert at {read.describe(dispatch)}, and those that "
+        "find none are dropped; perseus ops drop no token"
     )
-    return [_refuse(found, node, reason.format(found.reader.describe(node))) for node in dispatches if combines]
 
 
 def _has_letters(node: Node, equation: str) -> bool:

@@ -1,8 +1,8 @@
 """Which sentences can refuse a layer? Reads the sources of the stages; nothing is run.
 
-A sentence is a text that a function with ``str`` among its answers returns, that a ``Condition`` holds, or that an
-error of a check has. Values known only at run time are ``{name}``, ``NODE`` for the operator that the sentence is
-about, and ``{...}`` for longer expressions.
+A sentence is a text that a function with ``str`` among its answers returns, that a ``Condition`` holds, that ends the
+reading of an expert (``_lose``), or that an error of a check has. Values known only at run time are ``{name}``,
+``NODE`` for the operator that the sentence is about, and ``{...}`` for longer expressions.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def _texts(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Return) and node.value is not None and answers_text:
             yield from _leaves(node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            if node.func.id == "Condition":
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name == "Condition":
                 yield from _leaves(node.args[1])
-            elif node.func.id in _ERRORS:
+            elif name in (*_ERRORS, "_lose"):
                 yield from _leaves(node.args[0])
 
 

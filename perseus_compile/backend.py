@@ -99,9 +99,7 @@ def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphR
         found = find_moe_layers(view)
     for result in found:
         with report.timed("plan"):
-            decision = plan(result) if isinstance(result, MoEMatch) else result
-        if isinstance(result, MoEMatch) and result.parallel is not None and options.verify:
-            decision = _unverifiable(result)
+            decision = plan(result, verify=options.verify) if isinstance(result, MoEMatch) else result
         if isinstance(decision, Refusal):
             report.refusals.append(decision)
         else:
@@ -110,15 +108,6 @@ def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphR
     if report.layers:
         gm.graph.lint()
         gm.recompile()
-
-
-def _unverifiable(match: MoEMatch) -> Refusal:
-    return Refusal(
-        layer=match.layer,
-        stage="plan",
-        reason="option 'verify' runs a layer on one process, and the ranks of this one exchange rows; leave verify off",
-        node=match.output.name,
-    )
 
 
 def _bodies(gm: GraphModule, start: ExecutionState) -> Iterator[tuple[GraphModule, ExecutionState]]:

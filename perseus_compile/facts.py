@@ -92,6 +92,11 @@ class ParallelSpec:
     def as_kwargs(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def describe(self, num_experts: int, num_local: int) -> str:
+        """Who shares the experts of a layer, as ``explain`` says it."""
+        num_ranks = num_experts // num_local
+        return f"{num_experts} experts over {num_ranks} ranks of group {self.group_name!r}, {self.tokens} tokens"
+
 
 def default_dtypes(x_dtype: torch.dtype) -> dict[str, Any]:
     """Those dtypes of a router that ``perseus::moe`` takes where they are None."""

@@ -10,7 +10,6 @@ from torch.fx import Graph, Node
 from . import observe
 from .facts import ParallelSpec
 from .passes.match_context import layer_name
-from .plan import shared_by
 
 
 def parallel_layers(graph: Graph) -> Iterator[observe.LayerReport]:
@@ -37,4 +36,4 @@ def _sharing(node: Node) -> str:
     values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     tokens = values.get("tokens", ParallelSpec.tokens)
     sharing = ParallelSpec(group_name=values["group_name"], tokens=tokens)
-    return shared_by(sharing, values["num_experts"], values["gate_up"].meta["example_value"].shape[0])
+    return sharing.describe(values["num_experts"], values["gate_up"].meta["example_value"].shape[0])

@@ -13,7 +13,7 @@ from torch.fx import Node
 from . import grouped
 from .conditions import Condition, ask
 from .errors import UnsupportedMoE
-from .facts import LIST_AXES, MoEMatch, MoEPlan, ParallelSpec, Refusal, RouterMatch, Weights, nodes_of
+from .facts import LIST_AXES, MoEMatch, MoEPlan, Refusal, RouterMatch, Weights, nodes_of
 from .lower import (
     SUPPORTED_DTYPES,
     Arg,
@@ -27,14 +27,14 @@ from .lower import (
 )
 
 
-def plan(match: MoEMatch) -> MoEPlan | Refusal:
-    """Decides what becomes of ``match``.
+def plan(match: MoEMatch, *, verify: bool = False) -> MoEPlan | Refusal:
+    """Decides what becomes of ``match``. ``verify``: its rewrite must be one that this process can check alone.
 
     Where the layer holds numbers that Dynamo made inputs of the graph (under ``dynamic=True`` every Python float of a
     module is one), rewriting fixes them in the op, and this adds the guards that say so. Token counts are never fixed.
     """
     checks = list(match.checks)
-    reason = ask(_conditions(match), "plan", checks)
+    reason = ask(_conditions(match, verify), "plan", checks)
     if reason is not None:
         return Refusal(layer=match.layer, stage="plan", reason=reason, node=match.output.name, checks=tuple(checks))
     for symbol in match.symbols:
@@ -44,7 +44,7 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
         return MoEPlan(op="experts_list", why=f"experts alone: {match.router_reason}", checks=tuple(checks))
     if match.parallel is not None:
         num_local = _value(match.gate_up).shape[0]
-        why = shared_by(match.parallel, match.spec.num_experts, num_local)
+        why = match.parallel.describe(match.spec.num_experts, num_local)
         return MoEPlan(op="experts_parallel", why=why, checks=tuple(checks))
     apart = match.router_reason if match.router is None else _illegal_router(match, match.router)
     if match.router is not None:
@@ -54,7 +54,7 @@ def plan(match: MoEMatch) -> MoEPlan | Refusal:
     return MoEPlan(op="experts", why=f"experts alone: {apart}", checks=tuple(checks))
 
 
-def _conditions(match: MoEMatch) -> Iterator[Condition]:
+def _conditions(match: MoEMatch, verify: bool) -> Iterator[Condition]:
     """What must hold so that the op runs wherever the layer's own code did."""
     x = match.x_TD.meta["example_value"]
     has_device = x.device.type in ("cpu", "cuda")
@@ -67,14 +67,11 @@ def _conditions(match: MoEMatch) -> Iterator[Condition]:
         # Gradients, and what the fused kernel leaves out, take the plain path: it must cover the layer.
         uncovered = grouped.unsupported_reason(x, _value(match.gate_up), _value(match.down), match.spec)
         yield Condition("plain path covers the experts", uncovered)
-
-
-def shared_by(sharing: ParallelSpec, num_experts: int, num_local: int) -> str:
-    """Who shares the experts of a layer, as ``explain`` says it."""
-    return (
-        f"{num_experts} experts over {num_experts // num_local} ranks of group {sharing.group_name!r}, "
-        f"{sharing.tokens} tokens"
-    )
+    if verify and match.parallel is not None:
+        yield Condition(
+            "can be verified",
+            "option 'verify' runs a layer on one process, and the ranks of this one exchange rows; leave verify off",
+        )
 
 
 def _illegal_experts(match: MoEMatch) -> str | None:

@@ -11,7 +11,8 @@ from marked_layers import D, OwnExperts
 from matching import found_in, reason_of
 from rank_pool import RankPool
 
-from perseus_compile.facts import MoEMatch, ParallelSpec
+from perseus_compile.facts import MoEMatch, MoEPlan, ParallelSpec, Refusal
+from perseus_compile.plan import plan
 
 REPLICATED = ParallelSpec(group_name="0", tokens="replicated")
 # What shares the experts where no gradient is recorded; None: they are a layer of this rank, the rest stays outside.
@@ -51,6 +52,17 @@ def test_match(group: dist.ProcessGroup, kind: type[OwnExperts], records_gradien
 def test_near_miss(group: dist.ProcessGroup, kind: type[OwnExperts]) -> None:
     with torch.no_grad():
         assert NEAR_MISSES[kind] in reason_of(found_in(kind(group), torch.randn(6, D)))
+
+
+def test_verify_needs_one_process(group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        (match,) = found_in(marked.OwnExperts(group), torch.randn(6, D))
+    assert isinstance(match, MoEMatch)
+    assert isinstance(plan(match), MoEPlan)
+    refusal = plan(match, verify=True)
+    assert isinstance(refusal, Refusal)
+    assert "option 'verify' runs a layer on one process" in refusal.reason
+    assert refusal.checks[-1].name == "can be verified"
 
 
 @pytest.mark.parametrize("kind", [marked.OwnExperts, marked.NotReduced, marked.Averaged, marked.ReducedTwice])

@@ -132,11 +132,24 @@ def weights_reason(read: Reader, gate_up: ExpertLinear, down: ExpertLinear, dtyp
         return f"the two expert weights are stored in different layouts, {gate_up.layout} and {down.layout}"
     if read.shape(gate_up.weight)[0] != read.shape(down.weight)[0]:
         return f"the two expert weights hold {read.shape(gate_up.weight)[0]} and {read.shape(down.weight)[0]} experts"
-    for linear in (gate_up, down):
-        for parameter in (linear.weight, linear.bias):
-            if parameter is not None and read.dtype(parameter) != dtype:
-                name = read.describe(parameter)
-                return f"expert parameter {name} is {read.dtype(parameter)}, the tokens are {dtype}"
+    return dtype_reason(read, [one for linear in (gate_up, down) for one in (linear.weight, linear.bias) if one], dtype)
+
+
+def dtype_reason(read: Reader, parameters: Iterable[Node], dtype: torch.dtype) -> str | None:
+    """Why ``parameters`` of experts do not go with tokens of ``dtype``, if they do not."""
+    for parameter in parameters:
+        if read.dtype(parameter) != dtype:
+            name = read.describe(parameter)
+            return f"expert parameter {name} is {read.dtype(parameter)}, the tokens are {dtype}"
+    return None
+
+
+def shape_reason(read: Reader, sink: Node, ids: Node, tokens: Node) -> str | None:
+    """Why the sum and the ids are not those of tokens [T, D], if they are not."""
+    if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
+        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(tokens))}"
+    if not read.same_sizes(read.shape(ids)[:1], read.shape(tokens)[:1]):
+        return f"{read.shape(ids)[0]} rows of ids for {read.shape(tokens)[0]} tokens"
     return None
 
 

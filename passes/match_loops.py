@@ -19,7 +19,7 @@ from .id_bound import id_bound
 from .interpret import Interpretation, Reader, aten, functional_form
 from .loop_values import DenseSum, ExpertBody, ExpertMask, ExpertSum, ExpertTerm
 from .loop_weights import LoopWeights, in_one_layout, layouts_of, loop_weights
-from .match_context import context_conditions, layer_name, refuse
+from .match_context import context_conditions, dtype_reason, layer_name, refuse, shape_reason
 from .match_routing import RouterFound, find_router
 from .patterns.activations import GateOfBody, gate_of
 from .patterns.expert_hits import hit_rows
@@ -181,10 +181,8 @@ def _forms(body: ExpertBody) -> list[tuple[str, bool]]:
 def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: LoopWeights, tokens: Node) -> str | None:
     """Why tokens, ids, weights and sums do not fit together as one call, if they do not."""
     term, sink = summed.terms[summed.first_expert], summed.sums[0]
-    if read.dim(tokens) != 2 or not read.same_sizes(read.shape(sink), read.shape(tokens)):
-        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(tokens))}"
-    if not read.same_sizes(read.shape(term.ids)[:1], read.shape(tokens)[:1]):
-        return f"{read.shape(term.ids)[0]} rows of ids for {read.shape(tokens)[0]} tokens"
+    if reason := shape_reason(read, sink, term.ids, tokens):
+        return reason
     if term.mask is None and not _chooses_one_of(read, summed):
         return "every expert runs on every token, and not every id is known to be an expert's"
     if term.weights is not None:
@@ -198,9 +196,8 @@ def _misfit(read: Reader, summed: _Summed, body: ExpertBody, weights: LoopWeight
     for node in weights.nodes():
         if not all(isinstance(size, int) for size in read.shape(node)):
             return f"expert weights must have constant sizes, got {list(read.shape(node))}"
-        if read.dtype(node) != read.dtype(tokens):
-            name = read.describe(node)
-            return f"expert parameter {name} is {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
+    if reason := dtype_reason(read, weights.nodes(), read.dtype(tokens)):
+        return reason
     for node in summed.sums:
         if not read.holds(node, read.dtype(tokens)):
             return f"{read.describe(node)} sums in {read.dtype(node)}, the tokens are {read.dtype(tokens)}"
@@ -277,11 +274,12 @@ def _make_match(
     if output is None:
         found.sums[read.root(sink)] = sink
         output = found.dynamo_value(sink)
-    names = [found.dynamo_value(node) if node is not None else None for node in (tokens, term.ids, term.weights)]
-    x_TD, ids_TK, weights_TK = names
+    x_TD, ids_TK = found.dynamo_value(tokens), found.dynamo_value(term.ids)
+    weights_TK = found.dynamo_value(term.weights) if term.weights is not None else None
     assert output is not None and x_TD is not None and ids_TK is not None, "conditions have checked them"
-    nodes = [_dynamo(found, each) for each in weights]
-    given = {node for each in nodes for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
+    gate_up, gate_up_bias, down, down_bias = experts = [_dynamo(found, each) for each in weights]
+    assert gate_up is not None and down is not None, "every linear map has a weight"
+    given = {node for each in experts for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
     recognised = gate.gate
     numbers = [number.symbol for number in recognised.numbers if number.symbol is not None]
     router_found = router if isinstance(router, RouterFound) else None
@@ -291,10 +289,10 @@ def _make_match(
         x_TD=x_TD,
         ids_TK=ids_TK,
         weights_TK=weights_TK,
-        gate_up=nodes[0],
-        gate_up_bias=nodes[1],
-        down=nodes[2],
-        down_bias=nodes[3],
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=down,
+        down_bias=down_bias,
         spec=ExpertsSpec(
             weight_layout=layout,
             gate_layout=recognised.layout,

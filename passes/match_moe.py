@@ -21,6 +21,7 @@ from .match_context import (
     context_conditions,
     make_match,
     refuse,
+    shape_reason,
     weights_reason,
     with_idle_writes,
 )
@@ -259,8 +260,4 @@ def _shape_reason(read: Reader, sink: Node, output: ExpertOutput) -> str | None:
     assert weights is not None
     if not read.same_sizes(read.shape(ids), read.shape(weights)):
         return f"ids {list(read.shape(ids))} and routing weights {list(read.shape(weights))} differ in shape"
-    if not read.same_sizes(read.shape(ids)[:1], read.shape(rows.x)[:1]):
-        return f"{read.shape(ids)[0]} rows of ids for {read.shape(rows.x)[0]} tokens"
-    if not read.same_sizes(read.shape(sink), read.shape(rows.x)):
-        return f"the sum has shape {list(read.shape(sink))}, the tokens {list(read.shape(rows.x))}"
-    return None
+    return shape_reason(read, sink, ids, rows.x)

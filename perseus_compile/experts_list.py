@@ -1,4 +1,4 @@
-"""``perseus::experts_list``: ``perseus::experts`` for weights that are separate tensors, and its derivative.
+"""What is ``perseus::experts_list``? ``perseus::experts`` for weights that are separate tensors, and its derivative.
 
 The lists hold one tensor per expert, E matrices [2F, D] and E [D, F] for ``weight_layout="out_in"``. ``gate_up`` may
 hold 2E matrices [F, D] instead, all gates before all up halves, with ``gate_layout="concatenated"``; its biases then do
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perseus_compile import listed, lower
+from perseus_compile import listed_experts, lower
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.lower import check_tokens, token_arg, whole_arg
 from perseus_compile.ops import EXPERT_DEFAULTS, no_second_derivative
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
     x_TD: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
-    experts: listed.ListedWeights
+    experts: listed_experts.ListedWeights
     spec: ExpertsSpec
 
 
@@ -53,7 +53,7 @@ def _checked(args: Sequence[Any]) -> _Call:
     check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     gate_up, gate_up_bias, down, down_bias = lists
     in_out = spec.weight_layout == "in_out"
-    experts = listed.ListedWeights(gate_up, gate_up_bias, down, down_bias, in_out)
+    experts = listed_experts.ListedWeights(gate_up, gate_up_bias, down, down_bias, in_out)
     return _Call(x_TD, ids_TK, weights_TK, experts, spec)
 
 
@@ -62,7 +62,7 @@ def _forward(*args: Any) -> Tensor:
     if _is_captured(call.x_TD):
         tokens, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TENSORS:]
         return torch.ops.perseus.experts(*tokens, *_stacks(call.experts), *numbers)
-    return listed.forward(call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec)
+    return listed_experts.forward(call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec)
 
 
 def _forward_fake(*args: Any) -> Tensor:
@@ -80,7 +80,9 @@ def _backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     check_tokens(call.x_TD, grad=grad_TD)
     if _is_captured(grad_TD):
         return _backward_of_stacks(grad_TD, call, numbers, needs_grad)
-    return listed.backward(grad_TD, call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec, needs_grad)
+    return listed_experts.backward(
+        grad_TD, call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec, needs_grad
+    )
 
 
 def _backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
@@ -97,7 +99,7 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _stacks(experts: listed.ListedWeights) -> list[Tensor | None]:
+def _stacks(experts: listed_experts.ListedWeights) -> list[Tensor | None]:
     """gate_up, gate_up_bias, down and down_bias of ``perseus::experts``."""
     output_axis = 1 if experts.in_out else 0
     return [

@@ -1,4 +1,4 @@
-"""Experts whose loop runs over those that were hit, which no compiler can capture: the same experts over ``range(E)``.
+"""How can experts be captured whose loop runs over those that were hit? By the same experts over ``range(E)``.
 
 Each form is told by the parameters and modules that its code reads, and is replaced on the instance alone: the class,
 the parameters and the state dict stay as they are. Capturing a loop over ``range(E)`` needs the Dynamo settings that

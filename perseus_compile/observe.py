@@ -37,7 +37,7 @@ class LayerReport:
     Attributes:
         layer: dotted module path.
         spelling: how its code spells the experts.
-        op: the op that it became, "moe", "experts" or "experts_list".
+        op: the op that it became: "moe", "experts", "experts_list" or "experts_parallel".
         nodes_before, nodes_after: nodes of Dynamo's graph around this rewrite.
         why: one clause on the choice of op.
         lines_before, lines_after: the part of the graph that this rewrite may change, a line per node.

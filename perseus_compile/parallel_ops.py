@@ -1,4 +1,4 @@
-"""``perseus::experts_parallel``: ``perseus::experts`` whose experts are spread over the ranks of a process group.
+"""What is ``perseus::experts_parallel``? ``perseus::experts`` whose experts are spread over the ranks of a group.
 
 An op of its own, so that a call on one device pays nothing for it. The group is an argument by name, so compiled graphs
 can be cached and shared. Rank r of W owns the experts ``r * E/W`` to ``(r+1) * E/W - 1``; ids are global.

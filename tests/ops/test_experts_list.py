@@ -9,7 +9,7 @@ import torch
 from op_cases import FORMS, TOLERANCE, Case, Watch, assert_near, form_name, make_case
 from torch import Tensor
 
-from perseus_compile import experts_list, listed
+from perseus_compile import experts_list, listed_experts
 from perseus_compile.errors import UnsupportedMoE
 
 OPS = torch.ops.perseus
@@ -129,7 +129,7 @@ def test_stacks_for_a_captured_graph(layout: str, apart: bool, monkeypatch: pyte
     grad = torch.randn_like(case["x"])
     wanted = [call(case, lists_of(case, apart=apart)), *grads_of(case, lists_of(case, apart=apart), grad)]
     monkeypatch.setattr(experts_list, "_is_captured", lambda tensor: True)
-    monkeypatch.delattr(listed, "sort_rows")
+    monkeypatch.delattr(listed_experts, "sort_rows")
     case = case.leaves(())
     actual = [call(case, lists_of(case, apart=apart)), *grads_of(case, lists_of(case, apart=apart), grad)]
     for one, other in zip(actual, wanted, strict=True):

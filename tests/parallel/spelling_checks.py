@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from eager_twin import weighted_sum
 from marked_layers import OwnExperts
 from spelled_layers import D, SplitExperts
 
@@ -24,7 +25,7 @@ def check_spelling(kind: type[SplitExperts], token_counts: list[list[int]], inne
             for module in (layer, captured):
                 leaf = x.clone().requires_grad_(True)
                 out = module(leaf)
-                (out * torch.arange(out.numel()).cos().view_as(out)).sum().backward()
+                weighted_sum(out).backward()
                 results.append([out.detach(), leaf.grad, *(p.grad for p in module.parameters())])
                 module.zero_grad()
             for expected, actual in zip(*results, strict=True):
@@ -45,7 +46,7 @@ def check_marked(kind: type[OwnExperts]) -> None:
                 leaf = x.clone().requires_grad_(records_gradients)
                 out = module(leaf)
                 if records_gradients:
-                    (out * torch.arange(out.numel()).cos().view_as(out)).sum().backward()
+                    weighted_sum(out).backward()
                 grads = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
                 results.append([out.detach(), *(grad for grad in grads if grad is not None)])
                 layer.zero_grad()

@@ -35,8 +35,7 @@ def rewrite(graph: Graph, match: MoEMatch, plan: MoEPlan, *, check_ids: bool = F
     output._rename(f"{plan.op}_default")
     for node in match.written:
         node.replace_all_uses_with(output, delete_user_cb=lambda user: user > output)
-    region = match.region | (match.router.region if match.router else frozenset())
-    _erase_unread(graph, region)
+    _erase_unread(graph, match.region_with_router)
     return output
 
 

@@ -127,7 +127,7 @@ def _apply(gm: GraphModule, match: MoEMatch, decision: MoEPlan, options: Options
         with report.timed("verify"):
             verify.check_rewrite(gm, match, decision)
     with report.timed("rewrite"):
-        part = observe.GraphPart(match.region | (match.router.region if match.router else frozenset()), match.output)
+        part = observe.GraphPart(match.region_with_router, match.output)
         nodes_before, lines_before = len(gm.graph.nodes), part.lines()
         rewrite(gm.graph, match, decision, check_ids=options.debug)
     wants_rows = observe.is_collecting() and match.parallel is None

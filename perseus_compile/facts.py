@@ -180,6 +180,11 @@ class MoEMatch:
         """gate_up, gate_up_bias, down and down_bias."""
         return self.gate_up, self.gate_up_bias, self.down, self.down_bias
 
+    @property
+    def region_with_router(self) -> frozenset[Node]:
+        """All nodes that the perseus node may make needless."""
+        return self.region | (self.router.region if self.router else frozenset())
+
 
 def nodes_of(weights: Weights | None) -> tuple[Node, ...]:
     """The nodes of weights: none, one or many."""

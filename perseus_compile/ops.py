@@ -247,11 +247,7 @@ def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
 
 
 def no_second_derivative(op: str) -> Callable[..., Any]:
-    """The derivative to register for the backward of ``op``, which has none.
-
-    Raises, when it is called:
-        UnsupportedMoE: always.
-    """
+    """What to register as the derivative of the backward of ``op``: it raises ``UnsupportedMoE``."""
 
     def refuse(ctx: Any, *grads: Any) -> None:
         raise UnsupportedMoE(

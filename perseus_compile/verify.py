@@ -56,7 +56,7 @@ def region_module(gm: GraphModule, match: MoEMatch, *, fused_router: bool) -> tu
 
     Sizes and other scalars that it reads become today's numbers.
     """
-    region = match.region | (match.router.region if fused_router and match.router else frozenset())
+    region = match.region_with_router if fused_router else match.region
     nodes = [node for node in gm.graph.nodes if node in region]
     read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in region)
     inputs = [node for node in read if isinstance(node.meta.get("example_value"), torch.Tensor)]

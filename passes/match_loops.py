@@ -263,12 +263,8 @@ def _make_match(
 ) -> MoEMatch:
     read, view, sink = found.reader, found.view, summed.sums[0]
     term = summed.terms[summed.first_expert]
-    tokens, is_stacked = _tokens(read, term), isinstance(weights.gate_up, Node)
-    router: RouterFound | str = "the weights of the experts are separate tensors"
-    if is_stacked:
-        router = "the layer has no routing weights"
-        if term.weights is not None:
-            router = find_router(found, term.ids, term.weights, tokens, region)
+    tokens = _tokens(read, term)
+    router = _router(found, term, weights, tokens, region)
     ask([Condition("router can join", router if isinstance(router, str) else None)], "match", checks)
     output, written = _written(found, summed.sums)
     if output is None:
@@ -309,6 +305,16 @@ def _make_match(
         router_reason=None if isinstance(router, RouterFound) else router,
         symbols=(*numbers, *(router_found.symbols if router_found else ())),
     )
+
+
+def _router(
+    found: Interpretation, term: ExpertTerm, weights: LoopWeights, tokens: Node, region: frozenset[Node]
+) -> RouterFound | str:
+    if not isinstance(weights.gate_up, Node):
+        return "the weights of the experts are separate tensors"
+    if term.weights is None:
+        return "the layer has no routing weights"
+    return find_router(found, term.ids, term.weights, tokens, region)
 
 
 def _written(found: Interpretation, sums: Sequence[Node]) -> tuple[Node | None, tuple[Node, ...]]:

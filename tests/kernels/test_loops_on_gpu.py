@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from loops import ExpertLoop
-from op_cases import Case, assert_near, make_case
+from op_cases import assert_near, make_case
 from test_experts_list import as_lists, call, grads_of, lists_of
 
 import perseus_compile
 from perseus_compile import observe
 
 pytestmark = pytest.mark.gpu
-
-
-def _on_gpu(case: Case) -> Case:
-    return Case(tuple(None if one is None else one.cuda() for one in case.tensors), case.numbers)
 
 
 @pytest.mark.parametrize("apart", (False, True))
@@ -30,7 +26,7 @@ def test_values_and_gradients(dtype: torch.dtype, apart: bool) -> None:
     expected = exact.reference()
     grads = iter(torch.autograd.grad(expected, exact.required(), grad.double()))
     by_name = [next(grads) if tensor is not None else None for i, tensor in enumerate(exact.tensors) if i != 1]
-    on_gpu = _on_gpu(case)
+    on_gpu = case.to("cuda")
     lists = lists_of(on_gpu, apart=apart)
     assert_near(call(on_gpu, lists).cpu(), expected, dtype)
     for actual, wanted in zip(grads_of(on_gpu, lists, grad.cuda()), as_lists(by_name, exact, apart=apart), strict=True):
@@ -40,7 +36,7 @@ def test_values_and_gradients(dtype: torch.dtype, apart: bool) -> None:
 def test_replays_with_other_routing() -> None:
     """Counts are not read by the host while a graph is captured."""
     case = make_case(dtype=torch.bfloat16, num_tokens=24, width=64, inner=32)
-    on_gpu = _on_gpu(case)
+    on_gpu = case.to("cuda")
     lists = lists_of(on_gpu, apart=False)
     call(on_gpu, lists)
     torch.cuda.synchronize()

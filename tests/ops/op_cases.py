@@ -81,6 +81,9 @@ class Case:
         index = torch.as_tensor(tokens, dtype=torch.int64)
         return self.having(**{name: self[name][index] for name in ("x", "ids", "weights")})
 
+    def to(self, device: str) -> Case:
+        return Case(tuple(None if one is None else one.to(device) for one in self.tensors), self.numbers)
+
     def run(self) -> Tensor:
         return torch.ops.perseus.experts(*self.tensors, **self.numbers)
 

@@ -92,9 +92,7 @@ def _on(device: str, case: Case) -> Case:
     """The call on another device; on "cuda", on the GPU that has the number of this rank."""
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank())
-    return case.having(
-        **{name: one.to(device) for name, one in zip(NAMES, case.tensors, strict=True) if one is not None}
-    )
+    return case.to(device)
 
 
 def _gradients(case: Case) -> Case:

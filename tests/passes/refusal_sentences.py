@@ -64,6 +64,9 @@ def _leaves(expression: ast.expr) -> Iterator[str]:
     if isinstance(expression, ast.IfExp):
         yield from _leaves(expression.body)
         yield from _leaves(expression.orelse)
+    elif isinstance(expression, ast.Tuple):
+        for part in expression.elts:
+            yield from _leaves(part)
     elif isinstance(expression, ast.Constant) and isinstance(expression.value, str):
         yield expression.value
     elif isinstance(expression, ast.JoinedStr):

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import test_dense_experts
 import test_near_miss
+import test_near_miss_loops
 import test_near_miss_router
 import test_near_miss_rows
 import test_near_miss_writes
@@ -15,9 +17,13 @@ from refusal_sentences import ROOT, as_pattern, as_section, sentences_of, source
 DOCS = ROOT / "docs" / "patterns.md"
 BEGIN, END = "<!-- written by tests/passes/test_refusal_sentences.py -->\n\n", "\n<!-- end -->\n"
 NEAR_MISSES = [
-    case
-    for module in (test_near_miss, test_near_miss_router, test_near_miss_rows, test_near_miss_writes)
-    for case in module.CASES
+    *(
+        case
+        for module in (test_near_miss, test_near_miss_router, test_near_miss_rows, test_near_miss_writes)
+        for case in module.CASES
+    ),
+    *test_near_miss_loops.NEAR_MISSES,
+    *test_dense_experts.NEAR_MISSES,
 ]
 
 

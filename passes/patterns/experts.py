@@ -173,7 +173,7 @@ def _grid(read: Reader, node: Node) -> Value | str | None:
         return None
     if rows.order is not None:
         return f"{read.describe(node)} groups rows by token while they are still sorted by expert"
-    if rows.weights is None:  # by_token.py
+    if rows.weights is None:  # by_token.py reads these
         return None
     _, width = read.shape(node.args[0])
     tokens, choices = read.shape(rows.weights)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perseus_compile import listed, lower
+from perseus_compile import grouped, listed, lower
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.lower import check_tokens, token_arg, whole_arg
@@ -64,8 +64,7 @@ def _checked(args: Sequence[Any]) -> _Call:
 def _forward(*args: Any) -> Tensor:
     call = _checked(args)
     if _is_captured(call.x_TD):
-        tokens, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TENSORS:]
-        return torch.ops.perseus.experts(*tokens, *_stacks(call.experts), *numbers)
+        return _forward_of_stacks(call)
     return listed.forward(call.x_TD, call.ids_TK, call.weights_TK, call.experts, call.spec)
 
 
@@ -94,7 +93,8 @@ def _backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed]
 
 
-# ---- under a CUDA graph capture, where no count can be read: the weights are stacked, and copied by that
+# ---- under a CUDA graph capture, where no count can be read: the weights are stacked, and copied by that, and take the
+# plain path, since a capture is no time to load the fused kernel, which calls outside of it have no use for
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -116,6 +116,19 @@ def _joined(tensors: Sequence[Tensor], num_experts: int, output_axis: int) -> Te
     """The stack of the tensors of each expert, several of them side by side along their output axis."""
     pieces = [torch.stack(list(tensors[start : start + num_experts])) for start in range(0, len(tensors), num_experts)]
     return torch.cat(pieces, dim=1 + output_axis)
+
+
+def _forward_of_stacks(call: _Call) -> Tensor:
+    gate_up, gate_up_bias, down, down_bias = _stacks(call.experts)
+    assert gate_up is not None and down is not None
+    reason = grouped.unsupported_reason(call.x_TD, gate_up, down, call.spec)
+    if reason is not None:
+        raise UnsupportedMoE(
+            "experts whose weights are separate tensors can be captured in a CUDA graph only as grouped GEMMs: "
+            f"{reason}; run them outside of the graph"
+        )
+    tokens = (call.x_TD, call.ids_TK, call.weights_TK)
+    return grouped.forward(*tokens, gate_up, gate_up_bias, down, down_bias, call.spec)
 
 
 def _backward_of_stacks(

@@ -125,7 +125,7 @@ def test_no_weight_is_copied(apart: bool) -> None:
 @pytest.mark.parametrize("layout", ("out_in", "in_out"))
 def test_stacks_for_a_captured_graph(layout: str, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a CUDA graph capture the op stacks its lists; here the capture is pretended."""
-    case = make_case(weight_layout=layout)
+    case = make_case(weight_layout=layout, width=16, inner=8)
     grad = torch.randn_like(case["x"])
     wanted = [call(case, lists_of(case, apart=apart)), *grads_of(case, lists_of(case, apart=apart), grad)]
     monkeypatch.setattr(experts_list, "_is_captured", lambda tensor: True)
@@ -135,6 +135,13 @@ def test_stacks_for_a_captured_graph(layout: str, apart: bool, monkeypatch: pyte
     for one, other in zip(actual, wanted, strict=True):
         assert one.is_contiguous()
         assert_near(one, other)
+
+
+def test_what_no_graph_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(width=10)
+    monkeypatch.setattr(experts_list, "_is_captured", lambda tensor: True)
+    with pytest.raises(UnsupportedMoE, match=r"captured in a CUDA graph only as grouped GEMMs: D must be .* got D=10"):
+        call(case, lists_of(case, apart=False))
 
 
 @pytest.mark.parametrize("grads", (False, True), ids=("no grad", "grad"))

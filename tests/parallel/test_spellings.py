@@ -20,12 +20,14 @@ def test_one_node(two_ranks: RankPool, kind: type[SplitExperts]) -> None:
     assert found == [[shared_by(two_ranks)]] * 2
 
 
-def test_token_counts(ranks: RankPool) -> None:
+def test_prime_rl_996_counts_on_the_host(ranks: RankPool) -> None:
+    """PrimeIntellect-ai/prime-rl#996: the graph broke where the counts are read by ``tolist()``."""
     counts = [[4 + rank for rank in range(ranks.size)], [0, *([6] * (ranks.size - 1))], [1] * ranks.size]
     for found in ranks.run(spelling_checks.check_spelling, SplitExperts, counts):
         assert set(found) == {shared_by(ranks)}
 
 
-def test_compiled_by_inductor(two_ranks: RankPool) -> None:
+def test_torchtitan_2696_2703_compiled_by_inductor(two_ranks: RankPool) -> None:
+    """pytorch/torchtitan#2696, #2703: Inductor could not compile the split sizes that an all-to-all reads."""
     found = two_ranks.run(spelling_checks.check_spelling, SplitExperts, [[5, 8], [7, 2]], inner="inductor")
     assert found == [[shared_by(two_ranks)]] * 2

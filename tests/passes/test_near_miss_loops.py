@@ -431,6 +431,11 @@ NEAR_MISSES = (
         loop_of(ExpertLoop, loop=chained),
         "refused: expert 1 reads other tokens than expert 0",
     ),
+    Case(
+        "the tokens are a sum that was written at an index",
+        lambda: nn.Sequential(SwitchLoop(), SwitchLoop()),
+        f"{LISTED}\nrefused: aten.index_put_.default exists only inside one of Dynamo's nodes",
+    ),
     Case("stacked, an expert is left out", loop_of(StackedLoop, loop=skips(0, 1, 2)), LISTED),
 )
 

@@ -183,7 +183,9 @@ def context_conditions(
     inner = [node for node in inner if node is not sink]
     yield Condition("inner values unread", _inner_reader_reason(read, inner, region, inputs))
     yield Condition("writes", _write_reason(found, sink, region, inputs))
-    missing = [node for node in (*inputs, sink) if found.dynamo_value(node) is None and not _is_setitem(view, node)]
+    missing = [node for node in inputs if found.dynamo_value(node) is None]
+    if found.dynamo_value(sink) is None and not _is_setitem(view, sink):
+        missing.append(sink)
     yield Condition(
         "whole values", f"{read.describe(missing[0])} exists only inside one of Dynamo's nodes" if missing else None
     )

@@ -104,8 +104,10 @@ def _walk(read: Reader, sink: Node) -> _Summed | str:
         else:
             assert isinstance(value, ExpertTerm), "a sum begins with zeros or with a term"
             term, following = value, None
-        if term is not None and summed.terms.setdefault(term.expert, term) is not term:
-            return f"expert {term.expert} is added twice to one sum"
+        if term is not None:
+            if term.expert in summed.terms:
+                return f"expert {term.expert} is added twice to one sum"
+            summed.terms[term.expert] = term
         node = following
     return summed
 

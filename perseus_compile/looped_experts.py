@@ -1,8 +1,9 @@
 """How can experts be captured whose loop runs over those that were hit? By the same experts over ``range(E)``.
 
-Each form is told by the parameters and modules that its code reads, and is replaced on the instance alone: the class,
-the parameters and the state dict stay as they are. Capturing a loop over ``range(E)`` needs the Dynamo settings that
-``perseus_compile.compile`` sets.
+Each form is told by the parameters and modules that its code reads, and only where that code is of transformers: other
+code can read the same ones and compute something else, such as an interleaved gate. It is replaced on the instance
+alone: the class, the parameters and the state dict stay as they are. Capturing a loop over ``range(E)`` needs the
+Dynamo settings that ``perseus_compile.compile`` sets.
 
 Axes: T tokens, K choices per token, E experts, D model width, F expert width, N rows of one expert.
 """
@@ -24,6 +25,8 @@ Expert = Callable[[int, Tensor], Tensor]
 
 def replace_loop(module: nn.Module) -> bool:
     """Gives ``module`` a forward that runs over all experts, if its code is of a known form; whether it was."""
+    if type(module).forward.__module__.partition(".")[0] != "transformers":
+        return False
     for form in _FORMS:
         if form.fits(module):
             module.forward = types.MethodType(form.forward, module)

@@ -82,7 +82,7 @@ def _before_routing(graph: Graph) -> set[Node]:
 
 
 def _is_plain(node: Node, plain: Container[Node]) -> bool:
-    if node.kwargs.get("inplace") or "out" in node.kwargs or any(arg is True for arg in node.args):
+    if _may_write(node):
         return False
     if node.target in _ENDING:
         return node.target is not F.linear or _value(node.args[0]).dim() >= _MIN_AXES
@@ -94,6 +94,14 @@ def _is_plain(node: Node, plain: Container[Node]) -> bool:
             each.op == "placeholder" and _is_floating(each) and _value(each).dim() < _MIN_AXES for each in others
         )
     return False
+
+
+def _may_write(node: Node) -> bool:
+    """Whether an argument says that the function writes in place, or may say so."""
+    if node.kwargs.get("inplace") or "out" in node.kwargs or any(arg is True for arg in node.args):
+        return True
+    max_norms = (*node.args[3:4], node.kwargs.get("max_norm"))  # embedding rescales the rows that it reads
+    return node.target is F.embedding and any(norm is not None for norm in max_norms)
 
 
 def _meets_others(node: Node, plain: Container[Node]) -> bool:

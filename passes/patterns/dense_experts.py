@@ -133,9 +133,12 @@ def _bodies(read: Reader, outputs: Node, weights: DenseWeights) -> tuple[ExpertB
     problem = next((body for body in bodies if isinstance(body, str)), None)
     if problem is not None:
         return problem
+    known = tuple(body for body in bodies if isinstance(body, ExpertBody))
+    if any(len(set(body.rows)) != 1 for body in known):
+        return f"the linear maps of the experts at {read.describe(outputs)} read different tokens"
     if axes != weights.axes:
         return f"{read.describe(outputs)} has its axes in another order than the weights of the experts"
-    return tuple(body for body in bodies if isinstance(body, ExpertBody))
+    return known
 
 
 def _sum_over_experts(read: Reader, node: Node) -> Value | str | None:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import perseus_compile
@@ -57,6 +57,33 @@ class _ListedExperts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(16, 4, bias=False)
         self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+
+class _InterleavedExperts(nn.Module):
+    """The parameters and arguments of a loop over hit experts in transformers, but gate and up rows take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(4, 16, 8)), nn.Parameter(torch.randn(4, 8, 8))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out_TD = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens_N, choices_N = torch.where(top_k_index == expert)
+            hidden = hidden_states[tokens_N] @ self.gate_up_proj[expert].T
+            y_ND = (self.act_fn(hidden[:, ::2]) * hidden[:, 1::2]) @ self.down_proj[expert].T
+            out_TD.index_add_(0, tokens_N, y_ND * top_k_weights[tokens_N, choices_N, None])
+        return out_TD
+
+
+def test_other_code_with_the_same_parameters_is_left_alone() -> None:
+    x_TD, ids_TK, weights_TK = torch.randn(5, 8), torch.randint(4, (5, 2)), torch.rand(5, 2)
+    experts = _InterleavedExperts()
+    expected = experts(x_TD, ids_TK, weights_TK)
+    with pytest.raises(perseus_compile.UnsupportedMoE, match="_InterleavedExperts, 4 experts"):
+        perseus_compile.prepare(experts)
+    torch.testing.assert_close(experts(x_TD, ids_TK, weights_TK), expected)
 
 
 # Families whose loop runs over the experts that were hit, and how many layers of the tiny model are rewritten.

@@ -148,6 +148,12 @@ def mixed_axes(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return layer.combine(layer.second(hidden), layer.dense(ids, weights))
 
 
+def gates_of_other_tokens(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    gate = torch.einsum("td,efd->tef", x * 2, layer.gate_weights)
+    up = torch.einsum("td,efd->tef", x, layer.up_weights)
+    return layer.combine(layer.second(F.silu(gate) * up), layer.dense(ids, weights))
+
+
 def capacity(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """As in GShard and Switch: an expert has three slots, and a token that finds none is dropped."""
     chosen = F.one_hot(ids[:, 0], layer.num_experts).to(x.dtype)
@@ -206,6 +212,12 @@ NEAR_MISSES = (
         "axes mixed inside",
         "refused: the linear maps of the experts at aten.einsum.default have their axes in different orders",
         loop=mixed_axes,
+    ),
+    case(
+        "gates of other tokens",
+        "refused: the linear maps of the experts at aten.einsum.default read different tokens",
+        prepare=apart,
+        loop=gates_of_other_tokens,
     ),
     case(
         "no gate",

@@ -36,6 +36,16 @@ def skips(*experts: int) -> Any:
     return loop
 
 
+def same_outputs_twice(layer: ExpertLoop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    total = layer.begin(x)
+    for expert in range(layer.num_experts):
+        hits = layer.hits(ids, expert)
+        rows = layer.weigh(layer.expert(expert, layer.rows(x, hits)), weights, hits)
+        for _ in range(2 if expert == 1 else 1):
+            total = layer.add(total, rows, hits)
+    return total
+
+
 def other_ids(layer: ExpertLoop, ids: Tensor, expert: int) -> Hits:
     return torch.where((ids.flip(1) if expert == 2 else ids) == expert)
 
@@ -235,6 +245,16 @@ NEAR_MISSES = (
         "refused: the experts of a sum must have consecutive numbers from 0 on, got [0, 1, 3]",
     ),
     Case(
+        "the same outputs are added twice",
+        loop_of(ExpertLoop, loop=same_outputs_twice),
+        "refused: expert 1 is added twice to one sum",
+    ),
+    Case(
+        "the same outputs are added twice, on all tokens",
+        loop_of(DenseLoop, loop=same_outputs_twice),
+        "refused: expert 1 is added twice to one sum",
+    ),
+    Case(
         "an expert is added twice",
         loop_of(ExpertLoop, loop=skips(0, 1, 2, 1, 3)),
         "refused: expert 1 is added twice to one sum",
@@ -410,6 +430,11 @@ NEAR_MISSES = (
         "each expert reads the sum so far",
         loop_of(ExpertLoop, loop=chained),
         "refused: expert 1 reads other tokens than expert 0",
+    ),
+    Case(
+        "the tokens are a sum that was written at an index",
+        lambda: nn.Sequential(SwitchLoop(), SwitchLoop()),
+        f"{LISTED}\nrefused: aten.index_put_.default exists only inside one of Dynamo's nodes",
     ),
     Case("stacked, an expert is left out", loop_of(StackedLoop, loop=skips(0, 1, 2)), LISTED),
 )

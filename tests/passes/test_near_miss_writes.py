@@ -33,6 +33,12 @@ def after_routing_case(name: str, write: Any, outcome: str) -> Case:
     return Case(name, after_routing(write), outcome, gradients=False)
 
 
+def masked_tokens(layer: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x[:, 0] > 0] = 0
+    return GroupedMM.forward(layer, x)
+
+
 def inside(step: str, write: Any, outcome: str, name: str, spelling: type[Experts] = GroupedMM) -> Case:
     """A write to the result of a step, after an alias of it was taken that the layer goes on with."""
 
@@ -128,6 +134,11 @@ ROUTER_WRITE = "may write in place to what the router reads before the experts h
 LAYER_WRITE = "may write in place to what the layer reads or computes before it is summed"
 
 CASES = (
+    Case(
+        "tokens written at an index, before the layer",
+        layer_of(GroupedMM, forward=masked_tokens),
+        "refused: aten.index_put_.default exists only inside one of Dynamo's nodes",
+    ),
     # writes between the router and the experts
     after_routing_case("ids written", lambda m, x, i, w: i.clamp_(0, 1), f"experts: aten.clamp_.default {STEP}"),
     after_routing_case(

@@ -83,6 +83,12 @@ def test_functions_that_may_write_in_place(inplace: bool, num_plain: int) -> Non
     assert _num_plain(lambda x: torch.nn.functional.silu(x.mean(-1, keepdim=True), inplace=inplace), X_BTD) == num_plain
 
 
+@pytest.mark.parametrize(("max_norm", "num_plain"), [(None, 2), (1.0, 0)])
+def test_an_embedding_may_rescale_its_weight(max_norm: float | None, num_plain: int) -> None:
+    embedding = nn.Embedding(6, 8, max_norm=max_norm)
+    assert _num_plain(lambda ids: embedding(ids) * 2, torch.tensor([[0, 1], [2, 3]])) == num_plain
+
+
 def test_what_a_choice_is_made_on_is_traced() -> None:
     def router(x: Tensor, weight: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight).softmax(-1).topk(2, dim=-1)[0]

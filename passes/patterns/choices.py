@@ -10,7 +10,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..interpret import CASTS, Reader, aten
+from ..interpret import CASTS, Reader, aten, functional_form
 from ..rule import Rule, Spelling
 from ..values import (
     ExpertCounts,
@@ -51,7 +51,7 @@ def _sort(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} sorts ids that are not in choice order"
     if node.kwargs.get("descending") or any(arg is True for arg in node.args[1:]):
         return f"{read.describe(node)} must sort expert ids in ascending order"
-    is_pair = node.target in (aten.sort.default, aten.sort.stable)
+    is_pair = functional_form(node) in (aten.sort.default, aten.sort.stable)
     return SortResult(flat.of, node) if is_pair else Permutation(node)
 
 
@@ -98,7 +98,7 @@ def _row_token(read: Reader, node: Node) -> Value | str | None:
     permutation = read.value(node.args[0])
     if not isinstance(permutation, Permutation):
         return None
-    if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
+    if functional_form(node) is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
         return None
     ids = sorted_ids(read, permutation.order)
     top_k = read.static_size(ids, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..interpret import CASTS, INTEGERS, Reader, aten
+from ..interpret import CASTS, INTEGERS, Reader, aten, functional_form
 from ..loop_values import (
     Axis,
     DenseWeights,
@@ -68,9 +68,9 @@ def _moved_axes(read: Reader, node: Node) -> Value | None:
     if not isinstance(value, (OneHot, DenseWeights)) or (isinstance(value, DenseWeights) and value.column):
         return None
     order = list(range(read.dim(node)))
-    if node.target is aten.permute.default:
+    if functional_form(node) is aten.permute.default:
         order = [read.axis(node, axis) for axis in node.args[1]]
-    elif node.target is aten.t.default:
+    elif functional_form(node) is aten.t.default:
         order.reverse()
     else:
         first, second = (read.axis(node, axis) for axis in node.args[1:3])
@@ -108,13 +108,13 @@ def _still_not_zero(read: Reader, node: Node) -> Value | None:
     value = read.value(node.args[0])
     if not isinstance(value, (OneHot, ExpertMask)):
         return None
-    is_cast = node.target in CASTS
+    is_cast = functional_form(node) in CASTS
     return value if is_cast or node.args[1] == 0 else None
 
 
 def _hits(read: Reader, node: Node) -> Value | None:
     mask = read.value(node.args[0])
-    return Hits(mask, table=node.target is aten.nonzero.default) if isinstance(mask, ExpertMask) else None
+    return Hits(mask, table=functional_form(node) is aten.nonzero.default) if isinstance(mask, ExpertMask) else None
 
 
 def _index_of_axis(read: Reader, node: Node) -> Value | None:
@@ -124,7 +124,7 @@ def _index_of_axis(read: Reader, node: Node) -> Value | None:
         return None
     if node.target is operator.getitem:
         axis = node.args[1]
-    elif node.target is aten.select.int:
+    elif functional_form(node) is aten.select.int:
         axis = node.args[2] if read.axis(node.args[0], node.args[1]) == 1 else None
     else:  # a reshape of a table of one column
         axis = 0 if len(hits.mask.axes) == 1 and read.dim(node) == 1 else None
@@ -136,7 +136,7 @@ def _index_of_axis(read: Reader, node: Node) -> Value | None:
 def _take(read: Reader, node: Node) -> Value | str | None:
     """x, weights or sums at the hits of one expert."""
     source, indices = node.args[:2]
-    if node.target is aten.index_select.default:
+    if functional_form(node) is aten.index_select.default:
         if node.args[1] not in (0, -read.dim(source)):
             return None
         indices = [node.args[2]]

@@ -6,7 +6,7 @@ import dataclasses
 
 from torch.fx import Node
 
-from ..interpret import CASTS, Reader, aten
+from ..interpret import CASTS, Reader, aten, functional_form
 from ..loop_values import DenseWeights, ExpertMask, ExpertWeights, HitWeights, MaskedWeights, OneHot, Zeros
 from ..rule import Rule, Spelling
 from ..values import Value
@@ -31,8 +31,8 @@ def _as_column(read: Reader, node: Node) -> Value | None:
         return None
     if dim != read.dim(node.args[0]) + 1 or not read.same_sizes(read.shape(node)[-1:], (1,)):
         return None
-    is_last = node.target is not aten.unsqueeze.default or read.axis(node, node.args[1]) == dim - 1
-    is_last = is_last and (dim == 2 or node.target is aten.unsqueeze.default)
+    is_last = functional_form(node) is not aten.unsqueeze.default or read.axis(node, node.args[1]) == dim - 1
+    is_last = is_last and (dim == 2 or functional_form(node) is aten.unsqueeze.default)
     return dataclasses.replace(value, column=True) if is_last else None
 
 
@@ -84,11 +84,11 @@ def _scattered_weights(read: Reader, node: Node) -> Value | str | None:
         return None
     if read.axis(base, axis) != 1 or read.dim(ids) != 2 or node.args[4:] or node.kwargs:
         return None
-    if node.target is aten.scatter.value:
+    if functional_form(node) is aten.scatter.value:
         return OneHot(read.root(ids), num_experts, ("token", "expert")) if weights == 1 else None
     if not read.same_sizes(read.shape(ids), read.shape(weights)):
         return None
-    if node.target is aten.scatter.src and not has_distinct_experts(read, read.root(ids)):
+    if functional_form(node) is aten.scatter.src and not has_distinct_experts(read, read.root(ids)):
         return f"{read.describe(node)} keeps one weight where a token names an expert twice; use scatter_add"
     return DenseWeights(read.root(weights), read.root(ids), num_experts, ("token", "expert"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import Reader, aten, functional_form
 from ..parallel_values import ReceivedPerExpert
 from ..rule import Rule, Spelling
 from ..values import (
@@ -27,10 +27,11 @@ def _swap(read: Reader, node: Node) -> Value | None:
     source = node.args[0]
     if not isinstance(source, Node) or read.dim(source) != 3 or read.value(source) is not None:
         return None
-    if node.target is aten.permute.default:
+    if functional_form(node) is aten.permute.default:
         swaps = [read.axis(source, axis) for axis in node.args[1]] == [0, 2, 1]
     else:
-        swaps = node.target is aten.mT.default or {read.axis(source, axis) for axis in node.args[1:3]} == {1, 2}
+        swaps = functional_form(node) is aten.mT.default
+        swaps = swaps or {read.axis(source, axis) for axis in node.args[1:3]} == {1, 2}
     return SwappedMatrix(read.root(source)) if swaps else None
 
 

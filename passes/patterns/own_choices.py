@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..interpret import Reader, aten
+from ..interpret import Reader, aten, functional_form
 from ..parallel_values import ForeignMask, ForeignRows, LocalIds, OwnersOfIds, OwnIds, OwnWeights, PendingSum
 from ..rule import Rule, Spelling
 from ..values import (
@@ -37,7 +37,7 @@ def _owners(read: Reader, node: Node) -> Value | None:
     ids, num_local = node.args[:2]
     if not _are_ids(read, ids) or not isinstance(num_local, int):
         return None
-    if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":
+    if functional_form(node) is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":
         return None
     return OwnersOfIds(read.root(ids), num_local)
 
@@ -59,7 +59,7 @@ def _foreign(read: Reader, node: Node) -> Value | None:
 def _mark(read: Reader, node: Node) -> Value | str | None:
     """where(foreign, L, ids % L), or the same by masked_fill."""
     mask, mark, local = node.args[:3]
-    if node.target is aten.masked_fill.Scalar:
+    if functional_form(node) is aten.masked_fill.Scalar:
         local, mask, mark = node.args[:3]
     foreign, ids = read.value(mask), read.value(local)
     if not isinstance(foreign, ForeignMask) or not isinstance(ids, LocalIds):
@@ -106,7 +106,7 @@ def _clamp(read: Reader, node: Node) -> Value | None:
     ids = read.value(node.args[0])
     mask = _mask_of(read, ids)
     low, high = read.arguments(node, None, None, None)[1:3]
-    if node.target is aten.clamp_max.default:
+    if functional_form(node) is aten.clamp_max.default:
         low, high = None, node.args[1]
     low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
     if mask is None or (low is not None and low > 0) or high != mask.num_local - 1:

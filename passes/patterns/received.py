@@ -13,7 +13,7 @@ import operator
 from torch.fx import Node
 
 from ...process_groups import rank_in
-from ..interpret import CASTS, INTEGERS, Reader, aten
+from ..interpret import CASTS, INTEGERS, Reader, aten, functional_form
 from ..parallel_values import RankCounts, ReceivedIds, ReceivedPerExpert, ReceivedPermutation, ReceivedSort
 from ..rule import Rule, Spelling
 from ..values import ExpertOutput, Permutation, SelectedByExpert, TokenRows, Value
@@ -65,7 +65,7 @@ def _local_ids(read: Reader, node: Node) -> Value | str | None:
     num_local = _per_rank(ids.counts)
     if ids.is_local:
         return f"{read.describe(node)} changes ids that are counted from the first expert of this rank already"
-    if node.target is aten.remainder.Scalar:
+    if functional_form(node) is aten.remainder.Scalar:
         if number == num_local:
             return dataclasses.replace(ids, is_local=True)
         return f"{read.describe(node)} must take ids modulo the {num_local} experts of each rank, got {number}"
@@ -92,7 +92,7 @@ def _sort(read: Reader, node: Node) -> Value | str | None:
         return f"{read.describe(node)} sorts received ids that are sorted already"
     if node.kwargs.get("descending") or any(arg is True for arg in node.args[1:]):
         return f"{read.describe(node)} must sort received ids in ascending order"
-    is_pair = node.target in (aten.sort.default, aten.sort.stable)
+    is_pair = functional_form(node) in (aten.sort.default, aten.sort.stable)
     return ReceivedSort(ids, node) if is_pair else ReceivedPermutation(ids.counts, node)
 
 

@@ -159,8 +159,14 @@ def test_poison_stays_in_its_token(dtype: torch.dtype, rows: tuple[int, ...], fo
     clean = [token for token in range(len(ids)) if token not in (2, 4, 5, 6, 8)]
     assert_same_bits(have[clean], want[clean])
     assert bool(have[[2, 4, 6]].isnan().all())
-    # Infinities go where they go in the reference: a clamp, for one, takes them away.
-    assert_near(have[[5, 8]], poisoned.exact().on([5, 8]).reference())
+    # Infinities go where they go in the reference: a clamp, for one, takes them away. One that an infinite weight makes
+    # of an output has its sign, which rounding may change where the output is nearly 0.
+    want = poisoned.exact().on([5, 8]).reference()
+    outputs = case.having(weights=torch.ones_like(weights)).exact().on([8]).reference()
+    is_certain = torch.ones_like(want, dtype=torch.bool)
+    is_certain[1] = (outputs[0].abs() > TOLERANCE[dtype]) | (case.numbers["weight_on"] == "input")
+    assert is_certain[1].any()
+    assert_near(have[[5, 8]][is_certain], want[is_certain])
 
 
 def test_poison_of_an_expert_without_tokens_is_never_read() -> None:

@@ -111,6 +111,14 @@ def stacked_outputs(layer: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     return (outputs * dense.unsqueeze(-1)).sum(dim=1)
 
 
+def scattered_in_place(layer: Any, ids: Tensor, weights: Tensor) -> Tensor:
+    return weights.new_zeros(ids.shape[0], layer.num_experts).scatter_(1, ids, weights)
+
+
+def test_weights_that_are_scattered_in_place() -> None:
+    assert matched(changed(DenseStack, dense=scattered_in_place)(), tokens=(5, 3)) == ["moe"]
+
+
 def test_stacked_outputs_of_single_experts() -> None:
     assert matched(changed(DenseLoop, loop=stacked_outputs)(), tokens=(5, 3)) == ["experts_list"]
 
@@ -182,6 +190,12 @@ NEAR_MISSES = (
         "ids that are not known to differ",
         "refused: aten.scatter.src keeps one weight where a token names an expert twice; use scatter_add",
         route=repeated_ids,
+    ),
+    case(
+        "ids that are not known to differ, written in place",
+        "refused: aten.scatter_.src keeps one weight where a token names an expert twice; use scatter_add",
+        route=repeated_ids,
+        dense=scattered_in_place,
     ),
     case(
         "weights of other experts",

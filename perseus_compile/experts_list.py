@@ -17,7 +17,7 @@ from perseus_compile import grouped, listed_experts, lower
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.lower import check_tokens, token_arg, whole_arg
-from perseus_compile.ops import EXPERT_DEFAULTS, no_second_derivative
+from perseus_compile.ops import EXPERT_DEFAULTS, experts_spec, no_second_derivative
 
 _LISTS = "Tensor[] gate_up, Tensor[] gate_up_bias, Tensor[] down, Tensor[] down_bias"
 _NUMBERS = f"int num_experts, {EXPERT_DEFAULTS}"
@@ -46,8 +46,7 @@ class _Call(NamedTuple):
 
 def _checked(args: Sequence[Any]) -> _Call:
     tokens, lists, numbers = args[:_NUM_TOKEN_TENSORS], args[_NUM_TOKEN_TENSORS:_NUM_TENSORS], args[_NUM_TENSORS:]
-    # The fields of the spec are the numbers of the schema, and the dispatcher leaves defaults at the end out.
-    spec = ExpertsSpec.from_kwargs(dict(zip(ExpertsSpec.__dataclass_fields__, numbers, strict=False)))
+    spec = experts_spec(tuple(numbers))
     facts = [[whole_arg(tensor) for tensor in tensors] for tensors in lists]
     lower.check_experts(lower.listed_args([token_arg(tensor) for tensor in tokens], facts, spec), spec)
     x_TD, ids_TK, weights_TK = tokens

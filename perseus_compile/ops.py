@@ -99,14 +99,15 @@ def _router_args(x: Tensor, weight: Tensor, bias: Tensor | None, correction_bias
     )
 
 
-def _experts_spec(numbers: _Numbers) -> ExpertsSpec:
+def experts_spec(numbers: _Numbers) -> ExpertsSpec:
+    """What the numbers of ``perseus::experts`` say, in the order of its schema; defaults at the end may be missing."""
     return ExpertsSpec.from_kwargs(dict(zip(_EXPERTS_NUMBERS, numbers, strict=False)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(args: ExpertsArgs, numbers: _Numbers) -> _Experts:
     """The experts of such a call, checked and ready to run; cached by value."""
-    spec = lower.lower(args, _experts_spec(numbers))
+    spec = lower.lower(args, experts_spec(numbers))
     return launch.CpuExperts(spec) if spec.device == "cpu" else launch_cuda.CudaExperts(spec)
 
 
@@ -184,7 +185,7 @@ _EXPERTS_KERNELS = {"cpu": _experts_on_cpu, "cuda": _experts_on_cuda}
 
 def _experts_fake(*args: Any) -> Tensor:
     tensors, numbers = args[:_NUM_EXPERT_TENSORS], args[_NUM_EXPERT_TENSORS:]
-    lower.check_experts(experts_args(*tensors), _experts_spec(numbers))
+    lower.check_experts(experts_args(*tensors), experts_spec(numbers))
     x_TD, ids_TK, weights_TK = tensors[:3]
     check_tokens(x_TD, ids=ids_TK, weights=weights_TK)
     return x_TD.new_empty(x_TD.shape)
@@ -281,7 +282,7 @@ def _prepared_moe(
 ) -> tuple[RoutingSpec, _Experts]:
     """The router and the experts of such a call, checked and ready to run; cached by value."""
     routing, of_experts = _split_numbers(numbers, router_args.x.dtype)
-    lower.check_routing(router_args, routing, _experts_spec(of_experts).num_experts)
+    lower.check_routing(router_args, routing, experts_spec(of_experts).num_experts)
     x = router_args.x
     ids = Arg(x.device, torch.int64, (routing.top_k,))
     args = ExpertsArgs(x, ids, ids._replace(dtype=routing.weights_dtype), *expert_args)
@@ -316,7 +317,7 @@ _MOE_KERNELS = {"cpu": _moe_on_cpu, "cuda": _moe_on_cuda}
 
 def _moe_fake(*args: Any) -> Tensor:
     router_tensors, expert_tensors, routing, numbers = _split_moe(args)
-    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    lower.check_routing(_router_args(*router_tensors), routing, experts_spec(numbers).num_experts)
     x_TD = args[0]
     ids_TK = x_TD.new_empty((x_TD.shape[0], routing.top_k), dtype=torch.int64)
     return _experts_fake(x_TD, ids_TK, ids_TK.to(routing.weights_dtype), *expert_tensors, *numbers)
@@ -325,7 +326,7 @@ def _moe_fake(*args: Any) -> Tensor:
 def route_and_experts(*args: Any) -> Tensor:
     """``perseus::moe`` taken apart: the router as plain differentiable torch ops, then ``perseus::experts``."""
     router_tensors, expert_tensors, routing, numbers = _split_moe(args)
-    lower.check_routing(_router_args(*router_tensors), routing, _experts_spec(numbers).num_experts)
+    lower.check_routing(_router_args(*router_tensors), routing, experts_spec(numbers).num_experts)
     weights_TK, ids_TK = route(*router_tensors, **routing.as_kwargs())
     return torch.ops.perseus.experts(args[0], ids_TK, weights_TK, *expert_tensors, *numbers)
 

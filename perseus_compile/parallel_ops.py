@@ -31,7 +31,7 @@ from perseus_compile.comm.exchange import Choices, Route, by_owner, sum_by_token
 from perseus_compile.comm.group import RankGroup, agree, find_group
 from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens
-from perseus_compile.grouped import sum_dtype
+from perseus_compile.grouped import scale, sum_dtype
 from perseus_compile.lower import ExpertsArgs
 from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS, experts_args, no_second_derivative
 
@@ -156,7 +156,7 @@ def _experts_parallel(*args: Any) -> Tensor:
     on_output = call.spec.weight_on == "output"
     if not on_output:
         weights_R1 = weights_TK.reshape(-1, 1).index_select(0, choices_R)
-        rows_RD = (rows_RD * weights_R1.to(sum_dtype(x_TD.dtype))).to(x_TD.dtype)
+        rows_RD = scale(rows_RD, weights_R1.to(sum_dtype(x_TD.dtype)))
     if is_split:
         y_RD = route.back(_rows_of_experts(route.to_owners(rows_RD), route.to_owners(ids_R), experts, call.spec))
     else:

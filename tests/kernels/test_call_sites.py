@@ -170,7 +170,7 @@ def test_other_calls_have_plans_of_their_own(roads: Roads, tensors: dict[str, An
     roads.experts(changed, **numbers)
     assert roads.num_plans == 2
     in_full = in_order(ops._EXPERTS_NUMBERS, {**NUMBERS, **numbers})
-    assert torch.equal(actual, grouped.forward(*changed, ops._experts_spec(tuple(in_full))))
+    assert torch.equal(actual, grouped.forward(*changed, ops.experts_spec(tuple(in_full))))
 
 
 def test_what_is_not_legal_is_refused_each_time_and_not_kept(roads: Roads) -> None:

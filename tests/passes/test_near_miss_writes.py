@@ -284,7 +284,7 @@ def test_ids_that_something_makes_negative_wrap(form: str) -> None:
         elif form == "a method":
             ids.sub_(layer.num_experts)
         else:
-            shift_ids(torch.tensor(layer.num_experts), ids)
+            shift_ids(torch.full((), layer.num_experts), ids)
         return weights, ids
 
     layer = layer_of(BatchedMM, route=route)()

@@ -64,8 +64,6 @@ def later_write(view: AtenView, node: Node, inputs: Iterable[Node]) -> Node | No
 
 
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
-    if node in view.plain:
-        return frozenset()
     if node in view.opaque:
         # What was not traced may write to whatever it reads.
         read = frozenset(view.origin[node].all_input_nodes)

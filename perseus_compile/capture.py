@@ -11,29 +11,27 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import operator
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node, Proxy
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
-from .dynamo_writes import written_node
-from .execution_state import ExecutionState, autocast_as_in, current_state, execution_states
+from .call_recorder import SYMBOLS, CallRecorder, is_one_call
+from .dynamo_writes import changes_shape, written_node
+from .execution_state import ExecutionState, autocast_as_in, current_state, execution_states, is_autocast_switch
 from .hidden_waits import waited_for
-from .plain_nodes import plain_nodes
 
 log = logging.getLogger(__name__)
+CHECKS = (torch.ops.aten._assert_scalar.default, torch._check)  # of numbers that the host has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,6 @@ class AtenView:
         results: for each view node, the Dynamo nodes whose whole result it is, in order.
         state: execution state of each Dynamo node.
         opaque: view nodes that stand for a Dynamo node that was not traced (a higher-order operator, a failed op).
-        plain: opaque nodes that stand for the end of a part which no rule reads, and which writes nothing in place.
     """
 
     graph: torch.fx.Graph
@@ -56,7 +53,6 @@ class AtenView:
     results: dict[Node, list[Node]]
     state: dict[Node, ExecutionState]
     opaque: frozenset[Node]
-    plain: frozenset[Node] = frozenset()
 
     @functools.cached_property
     def writers(self) -> tuple[Node, ...]:
@@ -104,16 +100,23 @@ def aten_view(gm: GraphModule, start: ExecutionState | None = None) -> AtenView:
         raise CaptureError("the graph has no tensor input", is_failure=False)
     if any(value is None for value in values):
         raise CaptureError("an input of the graph has no example value")
-    tracer = _ViewTracer(gm, execution_states(gm.graph, start or current_state()), plain_nodes(gm.graph))
-    with fake_mode, _no_new_guards(fake_mode), _no_idle_cache(fake_mode, gm.graph), preserve_node_meta(enable=False):
+    builder = _ViewBuilder(gm, execution_states(gm.graph, start or current_state()))
+    with (
+        fake_mode,
+        _no_new_guards(fake_mode),
+        disable_autocast_cache(),
+        enable_python_dispatcher(),
+        preserve_node_meta(enable=False),
+        builder.recorder,
+    ):
         try:
-            view = make_fx(tracer.run, pre_dispatch=True)(*values)
+            builder.run(*values, enable_io_processing=False)
+        except CaptureError:
+            raise
         except Exception as error:
             what = next(iter(str(error).splitlines()), "")  # torch appends the stack of the node
-            if isinstance(error, CaptureError):
-                raise CaptureError(what) from error
             raise CaptureError(f"tracing the graph to ATen failed: {type(error).__name__}: {what}") from error
-    return tracer.finish(view, placeholders)
+    return builder.finish()
 
 
 @contextlib.contextmanager
@@ -126,135 +129,128 @@ def _no_new_guards(fake_mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _no_idle_cache(fake_mode: FakeTensorMode, graph: Graph) -> Iterator[None]:
-    """Without the cache of fake results where sizes depend on values.
+class _ViewBuilder(Interpreter):
+    """Runs Dynamo's graph node by node and notes which view nodes each one created.
 
-    Such sizes are new symbols each time, so nothing is found in it, and filling it takes a third of the trace of a loop
-    over 64 experts (1300 nodes, torch 2.13, one core, measured 2026-11-30).
+    Where a node makes one ATen call, that call is not run: its result is the value that Dynamo recorded for the node.
     """
-    was_enabled = fake_mode.cache_enabled
-    fake_mode.cache_enabled = was_enabled and not any(node.meta.get("unbacked_bindings") for node in graph.nodes)
-    try:
-        yield
-    finally:
-        fake_mode.cache_enabled = was_enabled
 
-
-class _ViewTracer(Interpreter):
-    """Runs Dynamo's graph node by node under ``make_fx`` and records which view nodes each one created."""
-
-    def __init__(self, gm: GraphModule, state: dict[Node, ExecutionState], plain: dict[Node, Node]) -> None:
+    def __init__(self, gm: GraphModule, state: dict[Node, ExecutionState]) -> None:
         super().__init__(gm, garbage_collect_values=False)
-        self._state, self._plain = state, plain
+        self.recorder = CallRecorder(Graph(owning_module=torch.nn.Module()))
+        self._state = state
         self._outside = current_state()
-        self._origin_by_name: dict[str, Node] = {}
-        self._results_by_name: dict[str, list[Node]] = {}
-        self._opaque_names: set[str] = set()
-        self._shown: set[Node] = set()
+        # The values that Dynamo recorded have the shapes of the graph's end.
+        self._keeps_shapes = not any(map(changes_shape, gm.graph.nodes))
+        self._origin: dict[Node, Node] = {}
+        self._results: dict[Node, list[Node]] = {}
+        self._opaque: set[Node] = set()
 
     def run_node(self, n: Node) -> Any:
-        if n in self._plain and all(each in self._plain or each.op == "placeholder" for each in n.all_input_nodes):
-            return self._plain[n].meta["example_value"]
-        for source in n.all_input_nodes:
-            if source in self._plain:
-                self._show(self._plain[source])
-        if n.op in ("placeholder", "output"):
-            return super().run_node(n)
-        graph = _tracer().graph
+        graph = self.recorder.graph
         last_before = next(iter(reversed(graph.nodes)), None)
-        result = self._as_recorded(n, self._run_or_make_opaque(n))
+        result = self._run(n)
         for node in reversed(graph.nodes):
             if node is last_before:
                 break
-            self._origin_by_name[node.name] = n
-        if isinstance(result, torch.Tensor):
-            slot = get_proxy_slot(result, _tracer(), None)
-            if slot is not None:
-                self._results_by_name.setdefault(slot.proxy.node.name, []).append(n)
-        # What follows a plain sum is not traced, so that its storage is that of Dynamo's values throughout.
-        return n.meta["example_value"] if n in self._plain else result
+            self._origin[node] = n
+        made = self.recorder.node_of(result)
+        if made is not None:
+            self._results.setdefault(made, []).append(n)
+        return result
 
-    def _show(self, n: Node) -> None:
-        """Puts the value of a plain node into the view, where a node that is traced reads it."""
-        if n not in self._shown:
-            proxy = self._stand_in(n, n.meta["example_value"])
-            self._origin_by_name[proxy.node.name] = n
-            self._results_by_name[proxy.node.name] = [n]
-            self._shown.add(n)
+    def finish(self) -> AtenView:
+        graph = self.recorder.graph
+        for node in reversed(graph.find_nodes(op="call_function", target=operator.getitem)):
+            if not node.users:
+                graph.erase_node(node)
+        kept = set(graph.nodes)
+        return AtenView(
+            graph,
+            self.module,
+            {node: origin for node, origin in self._origin.items() if node in kept},
+            {node: sources for node, sources in self._results.items() if node in kept},
+            self._state,
+            frozenset(self._opaque),
+        )
 
-    def _as_recorded(self, n: Node, result: Any) -> Any:
-        """``result``, or Dynamo's symbol for it where the host reads a number from a tensor.
-
-        Running ``item`` again makes a new symbol, of which nothing is known, such as that it is no negative size.
-        """
-        recorded = n.meta.get("example_value")
-        tracer = _tracer()
-        node = next(iter(reversed(tracer.graph.nodes)), None)
-        if not isinstance(recorded, torch.SymInt) or node is None or node.target is not torch.ops.aten.item.default:
+    def _run(self, n: Node) -> Any:
+        if n.op == "placeholder":
+            result = super().run_node(n)
+            self.recorder.track(result, self.recorder.graph.placeholder(n.name))
             return result
-        track_tensor_tree(recorded, Proxy(node, tracer), constant=None, tracer=tracer)
-        return recorded
+        if n.op == "output":
+            result = super().run_node(n)
+            self.recorder.graph.output(self.recorder.as_arguments(result))
+            return result
+        return self._run_call(n)
 
-    def _run_or_make_opaque(self, n: Node) -> Any:
+    def _run_call(self, n: Node) -> Any:
         waited = waited_for(n, self.module)
         if waited is not None:
             return (torch.ops._c10d_functional.wait_tensor(self.env[waited]),)
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
-            return self._opaque(n)
+            return self._recorded_value(n)
         if any(is_distributed(source.meta.get("example_value")) for source in n.all_input_nodes):
             return self._distributed(n)
+        if self._is_arithmetic(n):
+            return n.meta["example_value"]
+        if is_autocast_switch(n) or n.target in CHECKS:
+            return None
         is_region = self._state[n].autocast != self._outside.autocast
         try:
             with autocast_as_in(self._state[n]) if is_region else contextlib.nullcontext():
-                return super().run_node(n)
+                return self._traced(n)
         except Exception as error:
             if "example_value" not in n.meta:
                 raise
             log.debug("%s is opaque to the matcher: %s", n.name, error)
-            return self._opaque(n)
+            return self._recorded_value(n)
+
+    def _traced(self, n: Node) -> Any:
+        """The result of ``n``, whose ATen calls go to the recorder."""
+        run = functools.partial(super().run_node, n)
+        value = n.meta.get("example_value")
+        if self._keeps_shapes and not self._state[n].transform and is_one_call(n) and _is_fake(value):
+            result = self.recorder.run_as_one_call(run, value)
+            if result is not None:
+                return result
+        return self.recorder.run(run)
+
+    def _is_arithmetic(self, n: Node) -> bool:
+        """Whether ``n`` makes a number, known to Dynamo, of numbers: sizes and what was computed from them."""
+        if not isinstance(n.meta.get("example_value"), (int, float, *SYMBOLS)):
+            return False
+        return not any(isinstance(self.env.get(source), torch.Tensor) for source in n.all_input_nodes)
 
     def _distributed(self, n: Node) -> Any:
         """Stands for ``n``, which reads DTensors: a trace of it would show one rank's part of them, or fail.
 
-        make_fx cannot follow DTensors, so those that come out are not in the view; a local tensor is an opaque node.
+        DTensors that come out are not in the view; a local tensor is an opaque node.
         """
         if written_node(n) is not None:
             raise CaptureError(f"{n.name} writes in place to a distributed tensor, whose local part others may hold")
         value = n.meta["example_value"]
         if any(map(is_distributed, pytree.tree_leaves(value))):
             return value
-        return self._opaque(n)
+        return self._recorded_value(n)
 
-    def _opaque(self, n: Node) -> Any:
-        """Stands for ``n`` by its recorded value, so that matching can see around it but never through it."""
+    def _recorded_value(self, n: Node) -> Any:
+        """Stands for ``n`` by the value that Dynamo recorded: matching can see around it but never through it."""
         if "example_value" not in n.meta:
             return super().run_node(n)
-        value = n.meta["example_value"]
-        self._stand_in(n, value)
-        return value
+        self._stand_in(n, n.meta["example_value"])
+        return n.meta["example_value"]
 
-    def _stand_in(self, n: Node, value: Any) -> Any:
-        tracer = _tracer()
-        proxy = tracer.create_proxy("call_function", _opaque_value, (), {}, name=f"opaque_{n.name}")
-        self._opaque_names.add(proxy.node.name)
-        track_tensor_tree(value, proxy, constant=None, tracer=tracer)
-        return proxy
+    def _stand_in(self, n: Node, value: Any) -> None:
+        node = self.recorder.graph.create_node("call_function", _opaque_value, name=f"opaque_{n.name}")
+        self._opaque.add(node)
+        self.recorder.track(value, node)
 
-    def finish(self, view: GraphModule, placeholders: list[Node]) -> AtenView:
-        by_name = {node.name: node for node in view.graph.nodes}
-        view_placeholders = view.graph.find_nodes(op="placeholder")
-        origin = dict(zip(view_placeholders, placeholders, strict=True))
-        results = {node: [source] for node, source in origin.items()}
-        for name, node in self._origin_by_name.items():
-            if name in by_name:  # make_fx drops nodes that it found dead
-                origin[by_name[name]] = node
-        for name, nodes in self._results_by_name.items():
-            if name in by_name:
-                results.setdefault(by_name[name], []).extend(nodes)
-        opaque = frozenset(by_name[name] for name in self._opaque_names if name in by_name)
-        plain = frozenset(node for node in opaque if origin[node] in self._shown)
-        return AtenView(view.graph, self.module, origin, results, self._state, opaque, plain)
+
+def _is_fake(value: object) -> bool:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return bool(values) and all(type(one) is FakeTensor or isinstance(one, torch.SymInt) for one in values)
 
 
 def is_distributed(value: object) -> bool:
@@ -265,9 +261,3 @@ def is_distributed(value: object) -> bool:
 
 def _opaque_value() -> None:
     """Target of the view nodes that stand for something that was not traced."""
-
-
-def _tracer() -> Any:
-    mode = get_proxy_mode()
-    assert mode is not None, "the view tracer runs only under make_fx"
-    return mode.tracer

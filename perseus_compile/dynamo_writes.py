@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 
-from torch._ops import OpOverload
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -14,8 +15,19 @@ _IN_PLACE_OPERATORS = frozenset(
 
 def written_node(node: Node) -> Node | None:
     """The node whose value ``node`` writes to in place, as Dynamo spells it."""
-    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-    name = packet if isinstance(packet, str) else getattr(packet, "__name__", "")
+    name = _name(node)
     in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
     in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
     return node.args[0] if in_place and node.args and isinstance(node.args[0], Node) else None
+
+
+def changes_shape(node: Node) -> bool:
+    """Whether ``node`` changes sizes, strides or storage of a tensor in place, not only its elements."""
+    packet = getattr(torch.ops.aten, _name(node), None) if written_node(node) is not None else None
+    overloads = [getattr(packet, name) for name in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+    return any(torch.Tag.inplace_view in overload.tags for overload in overloads)
+
+
+def _name(node: Node) -> str:
+    packet = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    return packet if isinstance(packet, str) else getattr(packet, "__name__", "")

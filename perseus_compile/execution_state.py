@@ -57,6 +57,11 @@ def autocast_as_in(state: ExecutionState) -> Iterator[None]:
         torch.set_autocast_cache_enabled(caches)
 
 
+def is_autocast_switch(node: Node) -> bool:
+    """Whether ``node`` of a Dynamo graph only enters or leaves a region of ``torch.autocast``."""
+    return getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")
+
+
 def _set_autocast(enabled: dict[str, bool], dtypes: dict[str, torch.dtype]) -> None:
     for device_type in _AUTOCAST_DEVICES:
         torch.set_autocast_enabled(device_type, enabled[device_type])

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from loops import (
@@ -35,7 +34,7 @@ from spellings import (
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from perseus_compile import capture
+from perseus_compile.capture import aten_view
 from perseus_compile.backend import CAPTURE_SETTINGS
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
@@ -176,8 +175,7 @@ def captured(name: str) -> GraphModule:
     source, views = SOURCES[name], []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with mock.patch.object(capture, "plain_nodes", lambda graph: {}):  # every step has to run from the view
-            views.append(capture.aten_view(gm))
+        views.append(aten_view(gm))
         return gm.forward
 
     torch.manual_seed(0)

@@ -1,0 +1,89 @@
+"""What does matching read? The view has the steps that the code really takes, whether they were run for it or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from perseus_compile import capture
+from perseus_compile.capture import AtenView, aten_view
+
+X_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def _views(call: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> tuple[AtenView, AtenView]:
+    """The view of ``call``, and that for which every step was run."""
+    views: list[AtenView] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        views.append(aten_view(gm))
+        with mock.patch.object(capture, "is_one_call", lambda node: False):
+            views.append(aten_view(gm))
+        return gm.forward
+
+    torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    given, run = views
+    return given, run
+
+
+def _steps(view: AtenView) -> list[str]:
+    return [str(node.target) for node in view.graph.nodes if node.op == "call_function"]
+
+
+def slices(x: Tensor) -> Tensor:
+    """The second slice of each is whole where the first one returned what both return together."""
+    return x[:, :4] * x[1:, 4:][:1] + x[0, None, :4]
+
+
+def mixed_indices(x: Tensor) -> Tensor:
+    rows, columns = torch.where(x > 0)
+    return x[rows] * x[rows, columns, None]
+
+
+def written(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    total.index_add_(0, torch.arange(5), x)
+    total[1] += 1
+    total += x
+    return total
+
+
+def of_several_calls(x: Tensor) -> Tensor:
+    """Functions of torch that call more than one ATen operator."""
+    first, second = x.split(4, -1)
+    return 1 / (F.normalize(first) + torch.einsum("td,td->t", first, second)[:, None])
+
+
+def shape_changes(x: Tensor) -> Tensor:
+    y = x * 2
+    y.t_()
+    return y @ x
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("call", (slices, mixed_indices, written, of_several_calls, shape_changes))
+def test_steps_and_values_are_those_of_a_run(call: Callable[[Tensor], Tensor], dynamic: bool) -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        given, run = _views(call, X_TD, dynamic=dynamic)
+    assert _steps(given) == _steps(run)
+    for a, b in zip(given.graph.nodes, run.graph.nodes, strict=True):
+        if isinstance(a.meta.get("val"), Tensor):
+            assert (a.meta["val"].dim(), a.meta["val"].dtype) == (b.meta["val"].dim(), b.meta["val"].dtype), a
+            # Sizes that depend on values are new symbols at every run.
+            known = [(i, j) for i, j in zip(a.meta["val"].shape, b.meta["val"].shape, strict=True) if isinstance(i, int)]
+            assert all(i == j for i, j in known), a
+
+
+def test_a_write_is_what_later_reads_see() -> None:
+    view, _ = _views(written, X_TD)
+    output = next(iter(reversed(view.graph.nodes)))
+    (last,) = output.args[0]
+    assert last.target is torch.ops.aten.add_.Tensor
+    assert last.args[0].target is torch.ops.aten.index_add_.default

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer
 
 aten = torch.ops.aten
 # What torch binds in C++ hands on what its first call returns or calls on; so do these, written in Python.
-_BOUND = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, OpOverload)
+_BOUND = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _ONE_CALL_IN_PYTHON = frozenset({F.silu, F.relu, F.softmax, F.dropout, F.embedding, F.layer_norm, F.rms_norm})
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -158,10 +158,12 @@ def unknown() -> None:
 
 def is_one_call(node: Node) -> bool:
     """Whether ``node`` of a Dynamo graph hands on what its first ATen call returns, if that is its only one."""
-    if node.target is operator.getitem:  # leaves out slices that are whole, by the sizes of what the last one returned
-        return not isinstance(node.args[1], (tuple, list)) or all(isinstance(index, Node) for index in node.args[1])
+    if node.target is operator.getitem:
+        indices = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        # Slices that are whole by the size of what the slice before them returned are left out.
+        return sum(index is not Ellipsis for index in indices) == 1 or all(isinstance(i, Node) for i in indices)
     target = getattr(Tensor, node.target, None) if isinstance(node.target, str) else node.target
-    return isinstance(target, _BOUND) or target in _ONE_CALL_IN_PYTHON
+    return isinstance(target, (*_BOUND, OpOverload, OpOverloadPacket)) or target in _ONE_CALL_IN_PYTHON
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Rules for all tests: hardware is asked for by marker and found by query; no test sees another's compiled code."""
+"""Rules for all tests: hardware is asked for by marker and found by query; no test sees another's compiled code or
+random numbers."""
 
 from __future__ import annotations
 
@@ -33,6 +34,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = _missing_hardware(item)
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -34,8 +34,8 @@ from spellings import (
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from perseus_compile.capture import aten_view
 from perseus_compile.backend import CAPTURE_SETTINGS
+from perseus_compile.capture import aten_view
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
 

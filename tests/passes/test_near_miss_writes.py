@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,15 +268,24 @@ def test_near_miss(case: Case) -> None:
     check(case)
 
 
-@torch.library.custom_op("perseus_tests::shift_ids", mutates_args={"ids"})
-def shift_ids(num_experts: Tensor, ids: Tensor) -> None:
-    """Writes to an argument that is not its first."""
-    ids.sub_(num_experts)
+def shift_ids_op() -> Callable[[Tensor, Tensor], None]:
+    """An operator that writes to an argument which is not its first.
+
+    Made where it is used: test_refusal_sentences imports this file once more, and an operator that is defined a second
+    time takes the first one with it.
+    """
+
+    @torch.library.custom_op("perseus_tests::shift_ids", mutates_args={"ids"})
+    def shift_ids(num_experts: Tensor, ids: Tensor) -> None:
+        ids.sub_(num_experts)
+
+    return shift_ids
 
 
 @pytest.mark.parametrize("form", ("a list", "the second argument", "a method"))
 def test_ids_that_something_makes_negative_wrap(form: str) -> None:
     """Positions found by topk are no longer such after a write, in whatever argument; the op skipped negative ids."""
+    shift_ids = shift_ids_op()
 
     def route(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = Experts.route(layer, x)
@@ -284,7 +294,7 @@ def test_ids_that_something_makes_negative_wrap(form: str) -> None:
         elif form == "a method":
             ids.sub_(layer.num_experts)
         else:
-            shift_ids(torch.full((), layer.num_experts), ids)
+            shift_ids(torch.tensor(layer.num_experts), ids)
         return weights, ids
 
     layer = layer_of(BatchedMM, route=route)()

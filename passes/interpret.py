@@ -199,9 +199,6 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
     for node in view.graph.nodes:
         if node.op != "call_function" or node in view.opaque:
             continue
-        # make_fx leaves no value on what autograd regenerates, such as views of a value after a write to its base.
-        if any(step.op == "call_function" and "val" not in step.meta for step in (node, *node.all_input_nodes)):
-            continue
         source = reader._record_root(node)
         if source is not None:
             value = reader.value(source)

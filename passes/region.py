@@ -84,16 +84,8 @@ def written_nodes(node: Node) -> list[Node]:
 
 def _storages(node: Node) -> frozenset[int]:
     """Identities of the storages under ``node``. Fake values share storage exactly where the real ones do."""
-    if node.op == "get_attr":  # a tensor that was not traced, such as x.data
-        return _storages_of(getattr(node.graph.owning_module, str(node.target), None))
-    if "val" not in node.meta:  # a view that autograd regenerated
-        return frozenset().union(*map(_storages, node.all_input_nodes))
-    return _storages_of(node.meta["val"])
-
-
-def _storages_of(value: object) -> frozenset[int]:
     storages = set()
-    for tensor in pytree.tree_leaves(value):
+    for tensor in pytree.tree_leaves(node.meta["val"]):
         while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:

@@ -124,9 +124,8 @@ class CallRecorder(ProxyTorchDispatchMode):
     def _record(self, func: OpOverload, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         # A tensor made of Python numbers is lifted into the trace; whoever runs the graph has to lift a copy.
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
-        node = self.graph.call_function(target, tuple(self.as_arguments(args)), self.as_arguments(kwargs))
         result = run()
-        self.track(result, node)
+        self.track(result, self.graph.call_function(target, tuple(self.as_arguments(args)), self.as_arguments(kwargs)))
         return result
 
     def _constant(self, value: Tensor) -> Node:

@@ -1,8 +1,8 @@
 """What does Dynamo's graph compute, as ATen operators? Stage 1: builds the view that matching reads.
 
-The view is a pre-dispatch ``make_fx`` trace of Dynamo's graph over Dynamo's own fake tensors. Every spelling of an
-operation (function, method, operator) becomes one ATen overload there, while gradient modes, dropout and in-place
-writes stay visible. The view is only read; rewriting edits Dynamo's graph, with the maps kept here.
+The view holds the ATen calls of Dynamo's graph, as they are before autograd, over Dynamo's own fake tensors. Every
+spelling of an operation (function, method, operator) becomes one ATen overload there, while gradient modes, dropout and
+in-place writes stay visible. The view is only read; rewriting edits Dynamo's graph, with the maps kept here.
 """
 
 from __future__ import annotations

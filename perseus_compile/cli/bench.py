@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -20,6 +20,9 @@ from perseus_compile.cli.models import DType, require_transformers
 from perseus_compile.testing import bench_rows, moe_cases
 from perseus_compile.testing.bench_rows import Row, WrongResult
 from perseus_compile.testing.conditions import conditions
+
+if TYPE_CHECKING:
+    from perseus_compile.testing.bench_compile import Call
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -127,34 +130,43 @@ def compile_time(
     growth: Annotated[str, typer.Option(help="numbers of decoder layers for the time per MoE layer; may be empty")] = (
         "4,8,16"
     ),
+    loops: Annotated[str, typer.Option(help="numbers of experts of unrolled loops over experts; may be empty")] = "64",
     rounds: Annotated[int, typer.Option(min=1, help="compiles of each contestant, in rotating order")] = 3,
     commit: Commit = None,
     out: Out = Path("bench_compile.jsonl"),
 ) -> None:
     """Compile time: the perseus stages beside Inductor's own, without any cache, and their time per MoE layer."""
     require_transformers()
-    sizes = counts("--growth", growth)
+    sizes, loop_sizes = counts("--growth", growth), counts("--loops", loops)
+    from perseus_compile.testing.bench_compile import loop_call, model_call
+
+    found = conditions(torch.device("cpu"), commit=commit)
+    call, first = model_call(model_type, layers), model_call(model_type, 2)
+    rows = _print_compile_seconds(call, first, f"{model_type}_{layers}_layers", rounds, found)
+    for num_experts in loop_sizes:
+        call, first = loop_call(num_experts), loop_call(2)
+        rows += _print_compile_seconds(call, first, f"loop_{num_experts}_experts", rounds, found)
+    if sizes:
+        rows += _print_growth(model_type, sizes, rounds, found)
+    bench_rows.append(out, rows)
+    _finish(out, wrong=[])
+
+
+def _print_compile_seconds(call: Call, first: Call, case: str, rounds: int, found: Row) -> list[Row]:
+    """Measures and prints the seconds that the parts of a compilation take."""
     from perseus_compile.testing import bench_compile
 
-    steps = track(
-        bench_compile.rounds_of_seconds(model_type, num_layers=layers, rounds=rounds),
-        description="compiling",
-        total=rounds,
-        console=errors,
-    )
-    found = conditions(torch.device("cpu"), commit=commit)
-    rows = list(bench_compile.rows(list(steps), f"{model_type}_{layers}_layers", found))
-    table = Table(title=f"Seconds to compile {model_type}, {layers} layers", title_justify="left")
+    measured = bench_compile.rounds_of_seconds(call, first=first, rounds=rounds)
+    steps = track(measured, description=f"compiling {case}", total=rounds, console=errors)
+    rows = list(bench_compile.rows(list(steps), case, found))
+    table = Table(title=f"Seconds to compile {case}", title_justify="left")
     for heading in ("part", "median s", "p20", "p80", "share of Inductor"):
         table.add_column(heading)
     for row in rows:
         seconds = (f"{row[key] / 1e3:.3f}" for key in ("ms_p50", "ms_p20", "ms_p80"))
         table.add_row(row["part"], *seconds, f"{row['share_of_inductor']:.1%}")
     results().print(table)
-    if sizes:
-        rows += _print_growth(model_type, sizes, rounds, found)
-    bench_rows.append(out, rows)
-    _finish(out, wrong=[])
+    return rows
 
 
 def _print_growth(model_type: str, layers: Sequence[int], rounds: int, found: Row) -> list[Row]:

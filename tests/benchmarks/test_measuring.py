@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from perseus_compile import observe
 from perseus_compile.testing import bench_compile, bench_e2e, bench_moe, cpu_timing, cuda_timing
 from perseus_compile.testing.bench_rows import WrongResult
 from perseus_compile.testing.models import small_sizes
@@ -165,14 +166,19 @@ def test_a_wrong_model_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_compile_seconds_cover_every_stage() -> None:
-    model = bench_compile.tiny_causal_lm("qwen3_moe", num_layers=1)
-    measured = bench_compile._round(model, perseus_first=True)
+    measured = bench_compile._round(bench_compile.model_call("qwen3_moe", num_layers=1), perseus_first=True)
     assert {"perseus, capture", "perseus, match", "perseus, rewrite"} <= set(measured)
     stages = sum(
         seconds for part, seconds in measured.items() if part.startswith("perseus, ") and part[-6:] != "stages"
     )
     assert measured[bench_compile.STAGES] == pytest.approx(stages)
     assert all(seconds > 0 for seconds in measured.values())
+
+
+def test_the_loop_that_is_compiled_is_one_layer() -> None:
+    with observe.collect() as graphs:
+        bench_compile._perseus_seconds(bench_compile.loop_call(8), inner="eager")
+    assert [layer.op for graph in graphs for layer in graph.layers] == ["experts_list"]
 
 
 def test_seconds_per_layer_do_not_grow_with_the_graph() -> None:

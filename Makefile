@@ -19,7 +19,7 @@ demo: .venv/installed
 	$(BIN)/perseus demo
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 # mypy reads a copy that is laid out as the wheel is: passes/ is perseus_compile.passes only there.
 lint: .venv/installed

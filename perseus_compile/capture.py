@@ -111,10 +111,10 @@ def aten_view(gm: GraphModule, start: ExecutionState | None = None) -> AtenView:
     ):
         try:
             builder.run(*values, enable_io_processing=False)
-        except CaptureError:
-            raise
         except Exception as error:
             what = next(iter(str(error).splitlines()), "")  # torch appends the stack of the node
+            if isinstance(error, CaptureError):
+                raise CaptureError(what) from error
             raise CaptureError(f"tracing the graph to ATen failed: {type(error).__name__}: {what}") from error
     return builder.finish()
 

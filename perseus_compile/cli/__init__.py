@@ -34,5 +34,5 @@ def main() -> None:
     try:
         app()
     except PerseusError as error:
-        errors.print(f"[red]error:[/red] {error}", highlight=False)
+        errors.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)

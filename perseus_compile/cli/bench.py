@@ -247,7 +247,7 @@ def _clock() -> Callable[[str], None]:
 
 def _finish(out: Path, wrong: Sequence[str]) -> None:
     """Says where the rows are, and fails if a contestant was wrong."""
-    errors.print(f"[dim]rows appended to {out}[/dim]", highlight=False)
+    errors.print(f"[dim]rows appended to {out}[/dim]", highlight=False, soft_wrap=True)
     for message in wrong:
         errors.print(f"[red]not measured:[/red] {message}", highlight=False, soft_wrap=True)
     if wrong:

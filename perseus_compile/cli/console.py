@@ -24,7 +24,7 @@ def step(message: str) -> Iterator[None]:
     start = time.perf_counter()
     with errors.status(f"{message} ..."):
         yield
-    errors.print(f"[dim]{message}: {time.perf_counter() - start:.1f} s[/dim]", highlight=False)
+    errors.print(f"[dim]{message}: {time.perf_counter() - start:.1f} s[/dim]", highlight=False, soft_wrap=True)
 
 
 def counts(option: str, text: str) -> list[int]:

@@ -59,7 +59,8 @@ def demo() -> None:
     results().print(_error_table(model, prompt))
     results().print(_speed_table(model, prompt))
     if not counters["perseus"]["graphs"] or not counters["perseus"]["rewrites"]:
-        errors.print("[red]error:[/red] perseus compiled no graph, or rewrote no layer", highlight=False)
+        message = "[red]error:[/red] perseus compiled no graph, or rewrote no layer"
+        errors.print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
 
 

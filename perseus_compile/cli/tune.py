@@ -35,7 +35,7 @@ def tune(
     wanted = counts("--tokens", tokens)
     reason = _no_gpu()
     if reason is not None:
-        errors.print(f"[red]error:[/red] {reason}", highlight=False)
+        errors.print(f"[red]error:[/red] {reason}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)
     if model_type is not None:
         with step(f"looking at the experts of {model_type}"):
@@ -52,7 +52,8 @@ def tune(
         with step(f"measuring at {num_tokens} tokens"):
             bucket = tune_bucket(weights, form.top_k, num_tokens, rounds=rounds)
         results().print(_table(bucket))
-        errors.print(f"[dim]{bucket.file or 'not kept: the cache folder is not writable'}[/dim]", highlight=False)
+        where = bucket.file or "not kept: the cache folder is not writable"
+        errors.print(f"[dim]{where}[/dim]", highlight=False, soft_wrap=True)
 
 
 def _no_gpu() -> str | None:

@@ -108,10 +108,13 @@ def test_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {bench_compile.STAGES: 0.3, bench_compile.INDUCTOR: 4.0},
         {bench_compile.STAGES: 0.2, bench_compile.INDUCTOR: 4.0},
     ]
-    monkeypatch.setattr(bench_compile, "rounds_of_seconds", lambda *_, **__: iter(measured))
+    monkeypatch.setattr(bench_compile, "rounds_of_seconds", lambda *_, **__: iter(measured))  # models and loops alike
     growth = [{4: 0.010, 8: 0.020}, {4: 0.012, 8: 0.022}, {4: 0.011, 8: 0.021}]
     monkeypatch.setattr(bench_compile, "rounds_of_growth", lambda *_, **__: iter(growth))
-    output, (stages, inductor, *grown) = run(tmp_path / "rows.jsonl", "compile", "--growth", "4,8")
+    arguments = ("--loops", "3", "--growth", "4,8")
+    output, (stages, inductor, *loop_and_grown) = run(tmp_path / "rows.jsonl", "compile", *arguments)
+    loop, grown = loop_and_grown[:2], loop_and_grown[2:]
+    assert [row["case"] for row in loop] == ["loop_3_experts"] * 2
     assert "5.0%" in output and "11.0" in output
     assert [(row["case"], row["ms_p50"]) for row in grown] == [
         ("qwen3_moe_4_layers", pytest.approx(11)),
@@ -126,7 +129,8 @@ def test_rows_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     out = tmp_path / "rows.jsonl"
     out.write_text('{"earlier": "row"}\n')
     monkeypatch.setattr(bench_compile, "rounds_of_seconds", lambda *_, **__: iter([{bench_compile.INDUCTOR: 2.0}]))
-    assert CliRunner().invoke(cli.app, ["bench", "compile", "--growth", "", "--out", str(out)]).exit_code == 0
+    arguments = ["bench", "compile", "--loops", "", "--growth", "", "--out", str(out)]
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 0
     assert len(out.read_text().splitlines()) == 2
 
 

@@ -16,7 +16,8 @@ from torch.fx import Node
 from ..conditions import Condition, ask
 from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
 from .id_bound import id_bound
-from .interpret import Interpretation, Reader, aten, functional_form
+from .in_place import functional_form
+from .interpret import Interpretation, Reader, aten
 from .loop_values import DenseSum, ExpertBody, ExpertMask, ExpertSum, ExpertTerm
 from .loop_weights import LoopWeights, in_one_layout, layouts_of, loop_weights
 from .match_context import context_conditions, dtype_reason, layer_name, refuse, shape_reason

@@ -127,6 +127,20 @@ def step_between() -> str:
     return message_of(model, UnsupportedMoE)
 
 
+def ids_written_through_a_view() -> str:
+    """The ids that the experts see are still those of the top-k."""
+    model = tiny_causal_lm("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    run = experts.forward
+
+    def forward(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ids_TK[:, 1] = ids_TK[:, 0]
+        return run(x_TD, ids_TK, weights_TK)
+
+    experts.forward = forward
+    return message_of(model, UnsupportedMoE)
+
+
 def shared_twice() -> str:
     model = perseus_compile.prepare(tiny_causal_lm("qwen3_moe"), ep_group=dist.group.WORLD)
     return message_of(model, UnsupportedMoE)

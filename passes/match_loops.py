@@ -166,7 +166,7 @@ def _chooses_one_of(read: Reader, summed: _Summed) -> bool:
 
 
 def _shortened(experts: Sequence[int]) -> str:
-    return f"{[*experts[:8]]}" if len(experts) <= 8 else f"{[*experts[:8]]} and {len(experts) - 8} more"
+    return str([*experts]) if len(experts) <= 8 else f"{[*experts[:8]]} ... ({len(experts)} experts)"
 
 
 def _tokens(read: Reader, term: ExpertTerm) -> Node:

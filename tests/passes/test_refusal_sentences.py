@@ -56,6 +56,7 @@ def test_what_the_matcher_says_is_listed() -> None:
         ),
         ('def f(x):\n    yield Condition("one mode", "its modes differ" if x else None)', ["its modes differ"]),
         ('def f(x):\n    raise UnsupportedMoE(f"K must be {x} here")', ["K must be {x} here"]),
+        ('def f(x):\n    raise CaptureError("there is nothing", is_failure=False)', []),
         ('def f(x) -> str:\n    """A name of x."""\n    return f"{x}.weight"', []),
         ('def f(x) -> int:\n    return "never read here"', []),
     ],

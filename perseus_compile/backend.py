@@ -17,11 +17,11 @@ from .execution_state import ExecutionState, current_state, execution_states, st
 from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
-from .parallel_layers import parallel_layers
 from .passes.distributed import find_distributed_layers
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
 from .plan import plan
+from .prepared_layers import prepared_layers
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def rewrite_graph(
 
 
 def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState) -> None:
-    report.layers.extend(parallel_layers(gm.graph))
+    report.layers.extend(prepared_layers(gm.graph))
     report.refusals.extend(find_distributed_layers(gm))
     try:
         with report.timed("capture"):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import perseus_compile
 from perseus_compile import GroupError, UnsupportedMoE
-from perseus_compile.parallel_experts import ParallelExperts
+from perseus_compile.sharded_experts import ShardedExperts
 from perseus_compile.testing.models import random_tokens, tiny_causal_lm
 
 LENGTH = 5
@@ -25,7 +25,7 @@ def my_slice(whole: Tensor) -> Tensor:
 
 
 def is_shared(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), ParallelExperts)
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), ShardedExperts)
 
 
 def check_model(model_type: str, inner: str | None, num_layers: int = 2) -> None:

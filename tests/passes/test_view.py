@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from perseus_compile import capture
 from perseus_compile.capture import AtenView, aten_view
+from perseus_compile.dynamo_writes import written_node
 
 X_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -88,3 +90,17 @@ def test_a_write_is_what_later_reads_see() -> None:
     (last,) = output.args[0]
     assert last.target is torch.ops.aten.add_.Tensor
     assert last.args[0].target is torch.ops.aten.index_add_.default
+
+
+# iadd beside add, and so on; iconcat is of lists.
+OF_TENSORS = {name for name in dir(operator) if name[0] == "i" and f"__{name[1:]}__" in dir(operator)} - {"iconcat"}
+
+
+@pytest.mark.parametrize("name", sorted(OF_TENSORS))
+def test_operators_that_write_are_known(name: str) -> None:
+    """Compared with what they do to a tensor; ``%=`` and ``**=`` were taken for functions."""
+    call, x = getattr(operator, name), torch.ones(2, 2, dtype=torch.float64 if name == "itruediv" else torch.int64)
+    writes = call(x, torch.ones_like(x)) is x
+    graph = Graph()
+    left, right = graph.placeholder("left"), graph.placeholder("right")
+    assert (written_node(graph.call_function(call, (left, right))) is left) == writes

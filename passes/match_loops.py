@@ -130,7 +130,7 @@ def _difference(read: Reader, summed: _Summed) -> str | None:
     if summed.stack_size is not None:
         return None
     if experts[0] < 0 or experts != list(range(experts[0], experts[-1] + 1)) or len(experts) < 2:
-        return f"the experts of a sum must have consecutive numbers from 0 on, got {_shortened(experts)}"
+        return f"the experts of a sum must be two or more with consecutive ids, none below 0, got {_shortened(experts)}"
     first = terms[experts[0]]
     for expert in experts[1:]:
         term = terms[expert]

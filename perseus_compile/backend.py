@@ -220,9 +220,9 @@ def _with_capture_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MET_A_NUMBER = (
-    "under the Dynamo settings of perseus_compile.compile, which steps run must not depend on numbers that are found in "
-    "tensors, as it does in a loop over ids.unique().tolist(), but torch met one: {what}. A loop over range(num_experts) is "
-    "captured and rewritten. "
+    "under the Dynamo settings of perseus_compile.compile, which steps run must not depend on numbers in "
+    "tensors, as it does in a loop over ids.unique().tolist(), but torch met one: {what}. "
+    "A loop over range(num_experts) is captured and rewritten. "
 )
 
 

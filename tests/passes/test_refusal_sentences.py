@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import test_dense_experts
 import test_near_miss
+import test_near_miss_choices
 import test_near_miss_loops
 import test_near_miss_router
 import test_near_miss_rows
@@ -23,6 +24,7 @@ NEAR_MISSES = [
         for case in module.CASES
     ),
     *test_near_miss_loops.NEAR_MISSES,
+    *test_near_miss_choices.NEAR_MISSES,
     *test_dense_experts.NEAR_MISSES,
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -226,7 +227,7 @@ def layer_name(node: Node) -> str:
     """Dotted path of the module that ``node`` was traced in, for messages."""
     stack = node.meta.get("nn_module_stack") or {}
     path = next(iter(reversed(list(stack.values()))), ("",))[0]
-    return path.removeprefix("L['self'].").removeprefix("L['fn'].") or "(top level)"
+    return re.sub(r"^L\['\w+'\]\.?", "", path) or "(top level)"
 
 
 def refuse(found: Interpretation, node: Node, reason: str, checks: list[Check]) -> Refusal:

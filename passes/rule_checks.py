@@ -79,4 +79,4 @@ def _as_checks(found: Interpretation, nodes: set[Node], lost: set[Node]) -> Iter
 def _first_line(value: object) -> str:
     """What a meaning is, from its class: "TokenRows: [R, D]: the token of each routed row"."""
     first, *_ = (type(value).__doc__ or "").strip().splitlines() or [""]
-    return f"{type(value).__name__}: {first.removesuffix('.').replace('``', '')}"
+    return f"{type(value).__name__}: " + first.removesuffix(".").replace("``", "'")

@@ -53,7 +53,7 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class PerChoice:
-    """[R] (or [R, 1]): entry of the [T, K] tensor ``of`` for each routed row."""
+    """[R] (or [R, 1]): an entry of a [T, K] tensor, ``of``, for each routed row."""
 
     of: Node
     order: RowOrder
@@ -120,7 +120,7 @@ class SwappedMatrix:
 
 @dataclasses.dataclass(frozen=True)
 class SelectedByExpert:
-    """[R, ...]: entry of the stacked parameter ``of`` [E, ...] for the expert of each row."""
+    """[R, ...]: an entry of a stacked parameter, ``of`` [E, ...], for the expert of each row."""
 
     of: Node
     ids: Node
@@ -294,7 +294,7 @@ class GroupMask:
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The (values, ids) pair of the top-k over the last axis of ``of``."""
+    """The (values, ids) pair of the top-k of ``of`` over its last axis."""
 
     of: Logits | Scores | ChoiceScores | GroupScores
     k: int

@@ -111,7 +111,7 @@ def _nvlink() -> Finding:
     return _finding(
         "NVLink",
         f"peer access between GPUs {', '.join(pairs)}" if pairs and links else None,
-        "nothing in this version: layers do not span GPUs yet",
+        "slower exchanges between ranks: they go through NCCL, which then has no direct links",
     )
 
 
@@ -127,7 +127,7 @@ def _nvshmem() -> Finding:
     return _finding(
         "NVSHMEM",
         _nvidia_library("libnvshmem_host.so*"),
-        "nothing in this version: layers do not span machines yet",
+        "nothing in this version: exchanges between ranks go through torch.distributed",
     )
 
 

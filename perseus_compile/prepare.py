@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from perseus_compile.comm.group import RankGroup, find_group, require_same
-from perseus_compile.errors import PerseusError, UnsupportedMoE
+from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
 from perseus_compile.looped_experts import replace_loop
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
 from perseus_compile.read_experts import ExpertsReading, read_experts
@@ -53,10 +53,12 @@ def prepare(model: Model, ep_group: ProcessGroup | None = None, *, max_tokens_pe
     Raises:
         UnsupportedMoE: the model has MoE layers but offers no other implementation of them, or refuses the switch; or
             its experts cannot be shared: their number is not divisible, or they are no weighted sum of expert MLPs.
-        GroupError: ``ep_group`` is gone, or the model differs between ranks.
+        GroupError: ``ep_group`` is no process group or is gone, or the model differs between ranks.
     """
     if ep_group is None:
         _make_capturable(model)
+    elif not hasattr(ep_group, "group_name"):
+        raise GroupError(f"ep_group must be a process group, as torch.distributed.new_group() makes, got {ep_group!r}")
     else:
         _share_experts(model, find_group(ep_group.group_name), max_tokens_per_rank)
     return model

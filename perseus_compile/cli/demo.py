@@ -6,6 +6,7 @@ import copy
 import statistics
 import time
 import warnings
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ _SIZES: dict[str, Any] = {
 _NUM_LAYERS = 3
 _PROMPT_SHAPE = (2, 32)  # sequences, tokens
 _NEW_TOKENS = 32
-_SPEED_ROUNDS = 3
+_SPEED_ROUNDS = 5
 _ERROR_DTYPES = (torch.float32, torch.bfloat16)
 _BACKENDS = ("eager", "inductor", "perseus")
 
@@ -90,30 +91,33 @@ def _float64_logits(model: PreTrainedModel, prompt: torch.Tensor) -> torch.Tenso
 
 
 def _speed_table(model: PreTrainedModel, prompt: torch.Tensor) -> Table:
-    """Whole ``generate`` calls: prefill, then one token at a time."""
-    table = Table(title=f"generate, float32, {torch.get_num_threads()} threads", title_justify="left")
+    """Whole ``generate`` calls, prefill and then one token at a time, of all contestants in turn."""
+    title = f"generate, float32, {torch.get_num_threads()} threads, median of {_SPEED_ROUNDS} (noisy on a busy machine)"
+    table = Table(title=title, title_justify="left")
     for heading in ("", "tokens/s", "same tokens as eager", "first call (compiles)"):
         table.add_column(heading)
-    expected = None
-    for backend in _BACKENDS:
-        with step(f"generating with {backend}"):
-            first, per_second, tokens = _generate(model, prompt, backend)
-        expected = tokens if expected is None else expected
-        same = (tokens == expected).float().mean().item()
+    torch._dynamo.reset()
+    models = {backend: copy.copy(model) for backend in _BACKENDS}
+    calls, tokens = defaultdict[str, list[float]](list), {}
+    for backend, contestant in models.items():
+        if backend != "eager":
+            contestant.compile(backend=backend)
+        with step(f"compiling for {backend}" if backend != "eager" else "generating with eager"):
+            seconds, tokens[backend] = _generate(contestant, prompt)
+        calls[backend].append(seconds)
+    with step("generating in turn"):
+        for _ in range(_SPEED_ROUNDS):
+            for backend, contestant in models.items():
+                calls[backend].append(_generate(contestant, prompt)[0])
+    for backend, (first, *later) in calls.items():
+        per_second = prompt.shape[0] * _NEW_TOKENS / statistics.median(later)
+        same = (tokens[backend] == tokens["eager"]).float().mean().item()
         table.add_row(backend, f"{per_second:.1f}", f"{same:.0%}", f"{first:.1f} s")
     return table
 
 
-def _generate(model: PreTrainedModel, prompt: torch.Tensor, backend: str) -> tuple[float, float, torch.Tensor]:
-    """Seconds of the first call, tokens per second (median of the rounds after it), and the tokens."""
-    torch._dynamo.reset()
-    copied = copy.copy(model)
-    if backend != "eager":
-        copied.compile(backend=backend)
-    seconds = []
-    for _ in range(1 + _SPEED_ROUNDS):
-        start = time.perf_counter()
-        tokens = copied.generate(prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
-        seconds.append(time.perf_counter() - start)
-    num_tokens = prompt.shape[0] * _NEW_TOKENS
-    return seconds[0], num_tokens / statistics.median(seconds[1:]), tokens[:, prompt.shape[1] :]
+def _generate(model: PreTrainedModel, prompt: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Seconds of one call, and the tokens that it made."""
+    start = time.perf_counter()
+    tokens = model.generate(prompt, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    return time.perf_counter() - start, tokens[:, prompt.shape[1] :]

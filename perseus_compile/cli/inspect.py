@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from perseus_compile.cli.console import results, step
-from perseus_compile.cli.models import DType, Width, random_model, require_transformers
+from perseus_compile.cli.models import DEFAULT_IMPLEMENTATION, DType, Width, random_model, require_transformers
 from perseus_compile.doctor import Finding, diagnose
 from perseus_compile.explain import Report
 from perseus_compile.explain import explain as explain_model
 from perseus_compile.report_table import render_why
 from perseus_compile.testing.models import random_tokens
 
-Everything = Annotated[bool, typer.Option("--all", help="every MoE family of the installed transformers, tiny")]
+Everything = Annotated[bool, typer.Option("--all", help="every MoE family of transformers, tiny; takes minutes")]
 _NAME = typer.Argument(metavar="NAME_OR_FOLDER", help="model_type, or a folder with config.json")
 Name = Annotated[str, _NAME]
 OptionalName = Annotated[str | None, _NAME]
@@ -43,16 +43,17 @@ def explain(
     layers: Layers = 2,
     width: WidthOption = Width.reduced,
     dtype: DTypeOption = DType.float32,
-    implementation: Implementation = "grouped_mm",
+    implementation: Implementation = DEFAULT_IMPLEMENTATION,
     why: Why = None,
     as_json: AsJson = False,
 ) -> None:
     """Which MoE layers of a model are rewritten, which not, and why. Weights are random; nothing is downloaded."""
-    if everything:
+    if (name is None) != everything:
+        got = "neither" if name is None else "both"
+        raise typer.BadParameter(f"a NAME_OR_FOLDER must be given, or --all, got {got}")
+    if name is None:
         _explain_families(implementation, dtype)
         return
-    if name is None:
-        raise typer.BadParameter("a NAME_OR_FOLDER must be given, or --all, got neither")
     report = _report(name, layers, width, dtype, implementation)
     if as_json:
         typer.echo(report.to_json())
@@ -64,7 +65,7 @@ def diff(
     name: Name,
     width: WidthOption = Width.reduced,
     dtype: DTypeOption = DType.float32,
-    implementation: Implementation = "grouped_mm",
+    implementation: Implementation = DEFAULT_IMPLEMENTATION,
 ) -> None:
     """The lines of the graph that change where one MoE layer is rewritten."""
     # Two layers, since some models start with a dense one; the first that was rewritten is shown.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+DEFAULT_IMPLEMENTATION = "grouped_mm"
+
+
 class Width(str, enum.Enum):
     """reduced: all sizes small, seconds on any machine. full: the sizes of the real model."""
 
@@ -49,7 +52,8 @@ def random_model(
     """A causal LM with random weights.
 
     Raises:
-        typer.BadParameter: neither a known model_type nor a folder with a config.json; or too large for the memory.
+        typer.BadParameter: neither a known model_type nor a folder with a config.json; or too large for the memory; or
+            the model has no such implementation, and it is not the default.
         UnsupportedMoE: transformers cannot build the configuration as a causal LM.
     """
     require_transformers()
@@ -58,15 +62,22 @@ def random_model(
     try:
         config = config_for(model_type, num_layers=num_layers, base=base, **sizes)
         _check_memory(config, dtype.torch_dtype)
-        return random_causal_lm(config, dtype=dtype.torch_dtype, implementation=implementation)
+        model = random_causal_lm(config, dtype=dtype.torch_dtype, implementation=None)
     except typer.BadParameter:
         raise
     except Exception as error:
         # Configurations check their fields in many ways; none of them is a defect of this command.
         raise UnsupportedMoE(
-            f"transformers must be able to build '{model_type}' as a causal LM of width {width.value} with "
-            f"implementation {implementation!r}, it said: {error}. Try --width full, or a folder with a config.json"
+            f"transformers must be able to build '{model_type}' as a causal LM of width {width.value}, it said: "
+            f"{str(error).removesuffix('.')}. Try --width full, or a folder with a config.json"
         ) from error
+    try:
+        if implementation is not None:
+            model.set_experts_implementation(implementation)
+    except ValueError as error:
+        if implementation != DEFAULT_IMPLEMENTATION:  # else the model has its own code, or no experts
+            raise typer.BadParameter(f"--implementation must be one that {model_type} has: {error}") from error
+    return model
 
 
 def _model_type_and_base(name_or_folder: str) -> tuple[str, dict[str, Any] | None]:

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 import perseus_compile
 from perseus_compile import observe
+from perseus_compile.errors import GroupError
 from perseus_compile.moe_modules import find_moe_modules
 from perseus_compile.testing.families import find_families, inputs_of, tiny_model
 from perseus_compile.testing.models import MODEL_TYPES, tiny_causal_lm
@@ -159,3 +160,8 @@ def test_modules_that_own_experts_are_found_by_structure(model_type: str) -> Non
     found = find_moe_modules(model)
     assert [layer.path for layer in found] == [f"model.layers.{i}.mlp.experts" for i in range(num_dense, 3)]
     assert {layer.num_experts for layer in found} == {8}
+
+
+def test_a_name_is_no_process_group() -> None:
+    with pytest.raises(GroupError, match="ep_group must be a process group, .* got 'ranks'"):
+        perseus_compile.prepare(nn.Linear(1, 1), "ranks")  # type: ignore[arg-type]

@@ -189,6 +189,8 @@ class _ViewBuilder(Interpreter):
         waited = waited_for(n, self.module)
         if waited is not None:
             return (torch.ops._c10d_functional.wait_tensor(self.env[waited]),)
+        if n.target is torch._C._autograd._get_data_attr:  # ``tensor.data`` calls no operator
+            return torch.ops.aten.detach.default(self.env[n.args[0]])
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
             return self._recorded_value(n)
         if any(is_distributed(source.meta.get("example_value")) for source in n.all_input_nodes):
@@ -215,7 +217,10 @@ class _ViewBuilder(Interpreter):
             result = self.recorder.run_as_one_call(run, value)
             if result is not None:
                 return result
-        return self.recorder.run(run)
+        result = self.recorder.run(run)
+        if isinstance(result, torch.Tensor) and self.recorder.node_of(result) is None:
+            self._stand_in(n, result)  # torch made it without an ATen call
+        return result
 
     def _is_recorded(self, n: Node, value: object) -> bool:
         """Whether ``value``, which Dynamo recorded for ``n``, is fake and shares storage with the sources of ``n``."""

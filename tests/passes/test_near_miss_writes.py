@@ -137,6 +137,14 @@ def normalized_tokens_written(layer: Experts, x: Tensor) -> Tensor:
     return layer.experts(x, ids, weights)
 
 
+def output_data_written(layer: Experts, x: Tensor) -> Tensor:
+    """The result is a view of the sums, which are written to behind autograd's back."""
+    out = BatchedMM.forward(layer, x)
+    seen = out.view(out.shape)
+    out.data.mul_(2)
+    return seen
+
+
 STEP = "is not a known step of a router"
 OTHER_X = "experts: the router reads another tensor than the experts"
 ROUTER_WRITE = "may write in place to what the router reads before the experts have run"
@@ -274,6 +282,7 @@ CASES = (
         "moe",
         gradients=False,
     ),
+    Case("output written through its data", layer_of(BatchedMM, forward=output_data_written), "moe", gradients=False),
 )
 
 

@@ -106,3 +106,13 @@ def test_a_write_is_what_later_reads_see() -> None:
     (last,) = output.args[0]
     assert last.target is torch.ops.aten.add_.Tensor
     assert last.args[0].target is torch.ops.aten.index_add_.default
+
+
+def under_vmap(x: Tensor) -> Tensor:
+    return torch.vmap(torch.sin)(x)
+
+
+def test_a_tensor_that_no_operator_returned_is_opaque() -> None:
+    view, _ = _views(under_vmap, X_TD)
+    (sin,) = (node for node in view.graph.nodes if node.target is torch.ops.aten.sin.default)
+    assert sin.args[0] in view.opaque

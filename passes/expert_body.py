@@ -15,7 +15,8 @@ import torch
 from torch.fx import Node
 
 from .expressions import expression_of, makes_halves, sliced_half
-from .interpret import CASTS, Reader, aten, functional_form, write_problem
+from .in_place import functional_form, local_form, write_problem
+from .interpret import CASTS, Reader, aten
 from .loop_values import Axis, ExpertBody
 from .values import ExpertLinear, Expression
 
@@ -114,9 +115,9 @@ class _GateReader:
 
 def product_of_matrix(read: Reader, node: Node) -> Product | None:
     """linear(rows, W[, b]), rows @ W, addmm(b, rows, W), and any of them + b."""
-    target = functional_form(node)
     if read.dim(node) != 2:
         return None
+    target = local_form(node)
     if target is aten.linear.default:
         rows, matrix, bias = read.arguments(node, None, None, None)
         weight, swapped = matrix_of(read, matrix)
@@ -129,8 +130,6 @@ def product_of_matrix(read: Reader, node: Node) -> Product | None:
             linear = ExpertLinear(weight, "out_in", transposed=read.root(matrix))
         return _product(read, node, rows, linear, bias)
     if target is aten.add.Tensor and not node.kwargs and isinstance(node.args[0], Node):
-        if target is not node.target and write_problem(node) is not None:
-            return None
         product = product_of_matrix(read, read.root(node.args[0]))
         if product is not None and product.linear.bias is None:
             return _product(read, node, product.rows, product.linear, node.args[1], must_have_bias=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from .interpret import Reader, aten, functional_form
+from .in_place import functional_form
+from .interpret import Reader, aten
 from .values import Expression, Number
 
 # Elementwise operators that expressions may hold, by the name they have there.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .interpret import Reader, aten, view_base
-from .region import written_nodes
+from .in_place import is_written
+from .interpret import Reader, aten
 
 # Operators that move ids or change how they are stored; the ids themselves stay.
 _MOVES = (
@@ -28,7 +28,7 @@ _SEARCHES = {aten.topk.default: (None, None, -1), aten.max.dim: (None, None)}
 def id_bound(read: Reader, ids: Node) -> int | None:
     """The smallest known n such that every id lies in [0, n): ids are positions along an axis, moved or replaced."""
     node = read.root(ids)
-    if node.op != "call_function" or _is_written(node):
+    if node.op != "call_function" or is_written(node):
         return None
     if node.target is operator.getitem:
         return _searched_size(read, node)
@@ -61,24 +61,7 @@ def _bound_without_last(read: Reader, ids: Node, mask: Node, value: object) -> i
     """ids.masked_fill(ids == n - 1, v): the last class is no expert, and its choices get a weight of zero elsewhere."""
     bound = id_bound(read, ids)
     is_last = mask.target is aten.eq.Scalar and mask.args[0] is ids and mask.args[1] == (bound or 0) - 1
+    is_last = is_last and not is_written(mask)
     if bound is None or not isinstance(value, int) or not 0 <= value < bound:
         return None
     return bound - 1 if is_last and value < bound - 1 else bound
-
-
-def _is_written(node: Node) -> bool:
-    """Whether something writes in place to ``node``, to what it is a view of, or to a view of it."""
-    base = node
-    while (below := view_base(base)) is not None:
-        base = below
-    pending, seen = [base], {base}
-    while pending:
-        for user in pending.pop().users:
-            if user in seen:
-                continue
-            if not seen.isdisjoint(written_nodes(user)):
-                return True
-            if view_base(user) is not None or user.target is operator.getitem:
-                seen.add(user)
-                pending.append(user)
-    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..capture import AtenView
+from .in_place import functional_form, is_idle_dropout, write_problem
 from .rule import Rule
 from .values import Number, Value
 
@@ -150,7 +150,7 @@ class Reader:
 
     def _record_root(self, node: Node) -> Node | None:
         """Notes and returns the source of a node that only repeats its first argument."""
-        repeats = node.target in _SAME_NUMBERS or _is_idle_dropout(node)
+        repeats = node.target in _SAME_NUMBERS or is_idle_dropout(node)
         if not repeats or not node.args or not isinstance(node.args[0], Node):
             return None
         source = node.args[0]
@@ -218,66 +218,3 @@ def interpret(view: AtenView, rules: Iterable[Rule]) -> Interpretation:
                 sentences.pop(node, None)
                 break
     return Interpretation(view, reader, sentences, rule_of)
-
-
-def functional_form(node: Node) -> Any:
-    """The overload that ``node`` amounts to: that of ``add`` for ``add_``, its own for what does not write in place."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return target
-    name = target._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.endswith("__"):
-        return target
-    return getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, target)
-
-
-def write_problem(node: Node) -> str | None:
-    """Why an in-place operator cannot be read as its functional form, if it cannot.
-
-    It can where nobody else sees the write: the written value was born in the graph, has its own place for each
-    element, and is read by nobody after the write but through the writing node.
-    """
-    written = node.args[0]
-    if not isinstance(written, Node) or written.op != "call_function":
-        return f"{node.target} writes to an input of the graph"
-    if 0 in written.meta["val"].stride():
-        return f"{node.target} writes to a value that was expanded: several of its elements are one number"
-    if any(reader > node for reader in _readers_around(written, node)):
-        return f"{node.target} writes to a value that other nodes read"
-    return None
-
-
-def _readers_around(written: Node, writer: Node) -> set[Node]:
-    """Every node that reads the storage of ``written`` in another way than through the result of ``writer``."""
-    base = written
-    while (below := view_base(base)) is not None:
-        base = below
-    readers: set[Node] = set()
-    pending = [base]
-    while pending:
-        for user in pending.pop().users:
-            if user is not writer and user not in readers:
-                readers.add(user)
-                if view_base(user) is not None:
-                    pending.append(user)
-    if base.op != "call_function":  # an input: its storage is read by the caller after the graph
-        readers.add(next(iter(reversed(written.graph.nodes))))
-    return readers
-
-
-def _is_idle_dropout(node: Node) -> bool:
-    """Whether a dropout is one of evaluation, which hands its input on."""
-    return node.target is aten.dropout.default and len(node.args) == 3 and node.args[2] is False
-
-
-def view_base(node: Node) -> Node | None:
-    """The tensor of which ``node`` is a view, one step down, or None where it has storage of its own."""
-    if not node.args or not isinstance(node.args[0], Node):
-        return None
-    if node.target is operator.getitem:
-        return view_base(node.args[0])
-    if _is_idle_dropout(node):
-        return node.args[0]
-    if isinstance(node.target, OpOverload) and any(r.alias_info is not None for r in node.target._schema.returns):
-        return node.args[0]
-    return None

@@ -139,11 +139,13 @@ class ExpertSum:
     """[T, D]: ``term`` added to what the node ``previous`` holds, a sum or a first term, or to nothing.
 
     ``is_empty``: tokens of no expert hold anything. Each token is then written once, by the term of its expert.
+    ``replaces``: the term is not added to what its tokens held, but replaces it.
     """
 
     previous: Node | None
     term: ExpertTerm | None
     is_empty: bool = False
+    replaces: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

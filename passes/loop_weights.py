@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -26,19 +27,46 @@ class LoopWeights(NamedTuple):
     def nodes(self) -> list[Node]:
         return [node for each in self for node in nodes_of(each)]
 
+    def sources(self, read: Reader) -> list[Node]:
+        """The nodes, and the stacks that they are entries of: a loop may take an entry more than once."""
+        entries = (entry_of(read, node) for node in self.nodes())
+        return [*self.nodes(), *(entry[0] for entry in entries if entry is not None)]
+
 
 def loop_weights(read: Reader, bodies: Sequence[ExpertBody], order: Sequence[int]) -> LoopWeights:
-    """Stacks, where all weights and biases are entries of stacks; else lists, all gates before all up halves."""
-    first = [body.first[index] for index in order for body in bodies]
+    """Stacks, where all weights and biases are entries of stacks; else lists, all gates before all up halves.
+
+    In a list, a stack stands for its entries.
+    """
+    maps = [[body.first[index] for body in bodies] for index in order]
     down = [body.down for body in bodies]
-    lists = [[linear.weight for linear in first], _biases(first), [linear.weight for linear in down], _biases(down)]
     is_stacked = read.dim(down[0].weight) == 3
-    stacks = [(each[0] if is_stacked else _stack_of(read, each)) if each else None for each in lists]
-    if len(order) == 1 and all(stack is not None or not each for stack, each in zip(stacks, lists, strict=True)):
-        gate_up, gate_up_bias, down_stack, down_bias = stacks
+    gate_ups = [_one_stack(read, [linear.weight for linear in each], is_stacked) for each in maps]
+    gate_up_biases = [_one_stack(read, _biases(each), is_stacked) for each in maps]
+    downs = _one_stack(read, [linear.weight for linear in down], is_stacked)
+    down_biases = _one_stack(read, _biases(down), is_stacked)
+    parts = [*gate_ups, *gate_up_biases, downs, down_biases]
+    if len(order) == 1 and all(len(part) == 1 or not part for part in parts):
+        gate_up, gate_up_bias, down_stack, down_bias = (part[0] if part else None for part in parts)
         assert gate_up is not None and down_stack is not None, "every linear map has a weight"
         return LoopWeights(gate_up, gate_up_bias, down_stack, down_bias)
-    return LoopWeights(*(tuple(each) if each else None for each in lists))
+    first, first_biases = (tuple(itertools.chain.from_iterable(each)) for each in (gate_ups, gate_up_biases))
+    return LoopWeights(first, first_biases or None, tuple(downs), tuple(down_biases) or None)
+
+
+def _one_stack(read: Reader, nodes: Sequence[Node], is_stacked: bool) -> list[Node]:
+    """The stack whose entries ``nodes`` are, alone; ``nodes`` where there is none."""
+    if not nodes or is_stacked:
+        return list(nodes)
+    stack = _stack_of(read, nodes)
+    return list(nodes) if stack is None else [stack]
+
+
+def taken_again(read: Reader, weights: LoopWeights, region: Iterable[Node]) -> str | None:
+    """Why ``weights``, with entries of stacks among them, are not all that ``region`` reads of the experts, if so."""
+    given = {entry_of(read, node) for node in weights.nodes()} - {None}
+    again = next((node for node in sorted(region) if entry_of(read, node) in given), None)
+    return f"{read.describe(again)} takes the weights of an expert from their stack once more" if again else None
 
 
 def layouts_of(body: ExpertBody) -> set[WeightLayout]:
@@ -66,14 +94,14 @@ def _biases(linears: Sequence[ExpertLinear]) -> list[Node]:
 
 def _stack_of(read: Reader, nodes: Sequence[Node]) -> Node | None:
     """The tensor whose entries 0, 1, 2, ... ``nodes`` are, all of them."""
-    entries = [_entry(read, node) for node in nodes]
+    entries = [entry_of(read, node) for node in nodes]
     stack = entries[0][0] if entries[0] is not None else None
     if stack is None or read.static_size(stack, 0) != len(nodes):
         return None
     return stack if entries == [(stack, index) for index in range(len(nodes))] else None
 
 
-def _entry(read: Reader, node: Node) -> tuple[Node, int] | None:
+def entry_of(read: Reader, node: Node) -> tuple[Node, int] | None:
     """The tensor that ``node`` is an entry of, and which one."""
     if node.target is aten.select.int and read.axis(node.args[0], node.args[1]) == 0:
         index = node.args[2]

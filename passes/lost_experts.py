@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from ..facts import Refusal
 from .expert_body import Product, product_of_matrix, read_body
+from .in_place import functional_form
 from .interpret import Interpretation, Reader, aten
 from .loop_values import (
     DenseSum,
@@ -56,7 +57,9 @@ def _lost_loops(found: Interpretation) -> list[Refusal]:
 
 def _weighs_a_product(read: Reader, node: Node) -> bool:
     """Whether weights multiply what comes out of a linear map."""
-    others = [source for user in node.users if user.target is aten.mul.Tensor for source in user.all_input_nodes]
+    others = [
+        source for user in node.users if functional_form(user) is aten.mul.Tensor for source in user.all_input_nodes
+    ]
     return any(product_of_matrix(read, read.root(source)) is not None for source in others)
 
 

@@ -15,7 +15,8 @@ from ..capture import AtenView
 from ..conditions import Condition, ask
 from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, RouterMatch
 from .id_bound import id_bound
-from .interpret import Interpretation, Reader, functional_form
+from .in_place import functional_form
+from .interpret import Interpretation, Reader
 from .match_parallel import Sharing, with_sizes
 from .parallel_values import PendingSum
 from .patterns import spellings

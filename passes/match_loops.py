@@ -16,13 +16,14 @@ from torch.fx import Node
 from ..conditions import Condition, ask
 from ..facts import Check, ExpertsSpec, MoEMatch, Refusal, WeightLayout, Weights, nodes_of
 from .id_bound import id_bound
-from .interpret import Interpretation, Reader, aten, functional_form
+from .in_place import functional_form
+from .interpret import Interpretation, Reader, aten
+from .loop_choices import terms_by_expert, tokens_of
 from .loop_values import DenseSum, ExpertBody, ExpertMask, ExpertSum, ExpertTerm
-from .loop_weights import LoopWeights, in_one_layout, layouts_of, loop_weights
+from .loop_weights import LoopWeights, in_one_layout, layouts_of, loop_weights, taken_again
 from .match_context import context_conditions, dtype_reason, layer_name, refuse, shape_reason
 from .match_routing import RouterFound, find_router
 from .patterns.activations import GateOfBody, gate_of
-from .patterns.expert_hits import hit_rows
 from .region import carries_tensors, closure
 from .rule_checks import rule_checks
 
@@ -50,12 +51,14 @@ def match_loop(found: Interpretation, sink: Node) -> MoEMatch | Refusal:
     assert isinstance(gate, GateOfBody), "a condition refuses unknown gates"
     bodies = [in_one_layout(summed.terms[expert].body) for expert in sorted(summed.terms)]
     weights = loop_weights(read, bodies, gate.order)
-    tokens = _tokens(read, term)
-    inputs = [node for node in (tokens, term.ids, term.weights, *weights.nodes()) if node is not None]
-    region = closure((sink,), inputs)
+    tokens = tokens_of(read, term)
+    routing = [node for node in (tokens, term.ids, term.weights) if node is not None]
+    inputs = [*routing, *weights.nodes()]
+    region = closure((sink,), [*routing, *weights.sources(read)])
     misfit = Condition("shapes agree", _misfit(read, summed, bodies[0], weights, tokens))
+    again = Condition("weights are taken once", taken_again(read, weights, region))
     context = context_conditions(found, sink, region, inputs, inner=_dependent(region, weights.nodes()))
-    reason = ask(itertools.chain((misfit,), context), "match", checks)
+    reason = ask(itertools.chain((misfit, again), context), "match", checks)
     if reason is not None:
         return refuse(found, sink, reason, [*rule_checks(found, [sink]), *checks])
     return _make_match(found, summed, gate, bodies[0].down.layout, weights, region, checks)
@@ -94,22 +97,20 @@ def _walk(read: Reader, sink: Node) -> _Summed | str:
     dense = read.value(sink)
     if isinstance(dense, DenseSum):
         return _all_at_once(read, sink, dense)
-    summed = _Summed({}, [])
+    sums, added, replaces = list[Node](), list[ExpertTerm](), False
     node: Node | None = sink
     while node is not None:
         value = read.value(node)
         if isinstance(value, ExpertSum):
-            summed.sums.append(node)
-            term, following = value.term, value.previous
+            sums.append(node)
+            term, following, replaces = value.term, value.previous, replaces or value.replaces
         else:
             assert isinstance(value, ExpertTerm), "a sum begins with zeros or with a term"
             term, following = value, None
-        if term is not None:
-            if term.expert in summed.terms:
-                return f"expert {term.expert} is added twice to one sum"
-            summed.terms[term.expert] = term
+        added += [term] if term is not None else []
         node = following
-    return summed
+    terms = terms_by_expert(read, added, replaces=replaces)
+    return terms if isinstance(terms, str) else _Summed(terms, sums)
 
 
 def _all_at_once(read: Reader, sink: Node, dense: DenseSum) -> _Summed | str:
@@ -129,14 +130,14 @@ def _difference(read: Reader, summed: _Summed) -> str | None:
     if summed.stack_size is not None:
         return None
     if experts[0] < 0 or experts != list(range(experts[0], experts[-1] + 1)) or len(experts) < 2:
-        return f"the experts of a sum must have consecutive numbers from 0 on, got {_shortened(experts)}"
+        return f"the experts of a sum must be two or more with consecutive ids, none below 0, got {_shortened(experts)}"
     first = terms[experts[0]]
     for expert in experts[1:]:
         term = terms[expert]
         for what, one, other in (
             ("is chosen by other ids", term.ids, first.ids),
             ("has other routing weights", term.weights, first.weights),
-            ("reads other tokens", _tokens(read, term), _tokens(read, first)),
+            ("reads other tokens", tokens_of(read, term), tokens_of(read, first)),
             ("has another gate", term.body.expression, first.body.expression),
             ("has linear maps of another form", _forms(term.body), _forms(first.body)),
         ):
@@ -165,12 +166,7 @@ def _chooses_one_of(read: Reader, summed: _Summed) -> bool:
 
 
 def _shortened(experts: Sequence[int]) -> str:
-    return f"{[*experts[:8]]}" if len(experts) <= 8 else f"{[*experts[:8]]} and {len(experts) - 8} more"
-
-
-def _tokens(read: Reader, term: ExpertTerm) -> Node:
-    rows = hit_rows(read, term.body.rows[0]) if term.mask is not None else None
-    return rows.x if rows is not None else term.body.rows[0]
+    return str([*experts]) if len(experts) <= 8 else f"{[*experts[:8]]} ... ({len(experts)} experts)"
 
 
 def _forms(body: ExpertBody) -> list[tuple[str, bool]]:
@@ -265,7 +261,7 @@ def _make_match(
 ) -> MoEMatch:
     read, view, sink = found.reader, found.view, summed.sums[0]
     term = summed.terms[summed.first_expert]
-    tokens = _tokens(read, term)
+    tokens = tokens_of(read, term)
     router = _router(found, term, weights, tokens, region)
     ask([Condition("router can join", router if isinstance(router, str) else None)], "match", checks)
     output, written = _written(found, summed.sums)

@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from . import checked_ids, experts_list, ops, parallel_ops  # noqa: F401  (they register torch.ops.perseus)
+from . import checked_ids, experts_list, experts_parallel, ops  # noqa: F401  (they register torch.ops.perseus)
 from .backend import compile, perseus
 from .errors import (
     BuildError,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from . import cuda_report, observe, verify
 from .capture import CaptureError, aten_view
@@ -17,11 +19,11 @@ from .execution_state import ExecutionState, current_state, execution_states, st
 from .facts import MoEMatch, MoEPlan, Refusal
 from .inductor import register_decompositions
 from .options import Options
-from .parallel_layers import parallel_layers
 from .passes.distributed import find_distributed_layers
 from .passes.match_moe import find_moe_layers
 from .passes.rewrite_moe import rewrite
 from .plan import plan
+from .prepared_layers import prepared_layers
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def rewrite_graph(
 
 
 def _rewrite_own_nodes(gm: GraphModule, options: Options, report: observe.GraphReport, start: ExecutionState) -> None:
-    report.layers.extend(parallel_layers(gm.graph))
+    report.layers.extend(prepared_layers(gm.graph))
     report.refusals.extend(find_distributed_layers(gm))
     try:
         with report.timed("capture"):
@@ -174,7 +176,8 @@ def compile(fn: Any, **options: Any) -> Any:
     """Compiles ``fn`` with the backend "perseus" and the Dynamo settings that hand-written MoE code needs.
 
     Data-dependent sizes and scalars are captured (``capture_scalar_outputs``, ``capture_dynamic_output_shape_ops``)
-    around every call; a backend alone cannot set them.
+    around every call; a backend alone cannot set them. Code whose steps depend on such a number, such as a loop over
+    ``ids.unique().tolist()``, is what torch cannot capture so; it is compiled without them, with a warning.
 
     Args:
         fn: a function, or a module; a module is compiled in place, so that its other methods (``generate``) use the
@@ -183,6 +186,7 @@ def compile(fn: Any, **options: Any) -> Any:
 
     Raises:
         OptionError: an unknown option or a value that it does not allow.
+        UnsupportedMoE: at a call, where torch meets such code after parts of the call have run.
     """
     chosen = Options.from_mapping(options)
     inner_compiler(chosen)
@@ -197,11 +201,40 @@ def compile(fn: Any, **options: Any) -> Any:
 
 
 def _with_capture_settings(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    settings = CAPTURE_SETTINGS
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(CAPTURE_SETTINGS):
-            return compiled(*args, **kwargs)
+        nonlocal settings
+        try:
+            with torch._dynamo.config.patch(settings):
+                return compiled(*args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            message = _MET_A_NUMBER.format(what=next(iter(str(error).splitlines()), ""))
+            if _has_run_code(error):
+                raise UnsupportedMoE(message + 'Or use torch.compile(model, backend="perseus")') from error
+            log.warning(message + "This code is compiled without those settings; its graph breaks there.")
+        settings = {}
+        return compiled(*args, **kwargs)
 
     return call
+
+
+_MET_A_NUMBER = (
+    "under the Dynamo settings of perseus_compile.compile, which steps run must not depend on numbers in "
+    "tensors, as it does in a loop over ids.unique().tolist(), but torch met one: {what}. "
+    "A loop over range(num_experts) is captured and rewritten. "
+)
+
+
+def _has_run_code(error: BaseException) -> bool:
+    """Whether parts of the user's code ran before ``error`` came from compiling a later part."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module == "torch._dynamo.convert_frame":
+            return False
+        if module.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            return True
+    return True
 
 
 def _all_refusals(refusals: Sequence[Refusal]) -> str:

@@ -189,7 +189,7 @@ class _ViewBuilder(Interpreter):
         waited = waited_for(n, self.module)
         if waited is not None:
             return (torch.ops._c10d_functional.wait_tensor(self.env[waited]),)
-        if n.target is torch._C._autograd._get_data_attr:  # ``tensor.data`` calls no operator
+        if getattr(n.target, "__name__", "") == "_get_data_attr":  # ``tensor.data`` calls no operator
             return torch.ops.aten.detach.default(self.env[n.args[0]])
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
             return self._recorded_value(n)

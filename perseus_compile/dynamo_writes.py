@@ -8,8 +8,22 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+# All that torch.Tensor has; it has no in-place matrix product.
 _IN_PLACE_OPERATORS = frozenset(
-    {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.iand, operator.ior}
+    {
+        operator.iadd,
+        operator.isub,
+        operator.imul,
+        operator.itruediv,
+        operator.ifloordiv,
+        operator.imod,
+        operator.ipow,
+        operator.iand,
+        operator.ior,
+        operator.ixor,
+        operator.ilshift,
+        operator.irshift,
+    }
 )
 
 
@@ -17,7 +31,7 @@ def written_node(node: Node) -> Node | None:
     """The node whose value ``node`` writes to in place, as Dynamo spells it."""
     name = _name(node)
     in_place = (name.endswith("_") and not name.endswith("__")) or node.target is operator.setitem
-    in_place = in_place or (name.startswith("i") and node.target in _IN_PLACE_OPERATORS)
+    in_place = in_place or node.target in _IN_PLACE_OPERATORS
     return node.args[0] if in_place and node.args and isinstance(node.args[0], Node) else None
 
 

@@ -17,7 +17,7 @@ from perseus_compile import grouped, listed_experts, lower
 from perseus_compile.errors import UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec
 from perseus_compile.lower import check_tokens, token_arg, whole_arg
-from perseus_compile.ops import EXPERT_DEFAULTS, experts_spec, no_second_derivative
+from perseus_compile.ops import EXPERT_DEFAULTS, empty_grads, experts_spec, grads_by_input, no_second_derivative
 
 _LISTS = "Tensor[] gate_up, Tensor[] gate_up_bias, Tensor[] down, Tensor[] down_bias"
 _NUMBERS = f"int num_experts, {EXPERT_DEFAULTS}"
@@ -87,8 +87,7 @@ def _backward(grad_TD: Tensor, *args: Any) -> list[Tensor]:
 def _backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     call, needs_grad, _ = _split_backward(args)
     check_tokens(call.x_TD, grad=grad_TD)
-    tensors = zip((call.x_TD, call.weights_TK, *call.experts.all()), needs_grad, strict=True)
-    return [tensor.new_empty(tensor.shape) for tensor, needed in tensors if needed]
+    return empty_grads((call.x_TD, call.weights_TK, *call.experts.all()), needs_grad)
 
 
 # ---- under a CUDA graph capture, where no count can be read: the weights are stacked, and copied by that, and take the
@@ -169,9 +168,10 @@ def _derivative(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
     lists = [[next(saved) for _ in range(length)] for length in ctx.lengths]
     need_x, _, need_weights, *need_lists = ctx.needs_input_grad[:_NUM_TENSORS]
     needs_grad = [need_x, need_weights, *(needed for each in need_lists for needed in each)]
-    found = iter(torch.ops.perseus.experts_list_backward(grad_TD, *tokens, *lists, needs_grad, *ctx.numbers))
-    grad_x, grad_weights = (next(found) if needed else None for needed in (need_x, need_weights))
-    grads_of_lists = [[next(found) if needed else None for needed in each] for each in need_lists]
+    found = torch.ops.perseus.experts_list_backward(grad_TD, *tokens, *lists, needs_grad, *ctx.numbers)
+    grad_x, grad_weights, *grads = grads_by_input(found, needs_grad)
+    following = iter(grads)
+    grads_of_lists = [[next(following) for _ in each] for each in need_lists]
     # NOTE: torch takes an empty list for a list of tensors, and wants a list back; it passed no defaults at the end.
     given = ctx.numbers[: len(ctx.needs_input_grad) - _NUM_TENSORS]
     of_numbers: list[Any] = [[] if number == [] else None for number in given]

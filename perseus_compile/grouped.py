@@ -60,13 +60,13 @@ def unsupported_reason(x_TD: Tensor, gate_up: Tensor, down: Tensor, spec: Expert
         if width == 0 or width % multiple:
             return f"{axis} must be a positive multiple of {multiple} in {names[dtype]}, got {axis}={width}"
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        reason = _unreadable_in_place(weight)
+        reason = _unreadable_in_place(name, weight)
         if reason is not None:
-            return f"{name} {reason}"
+            return reason
     return None
 
 
-def _unreadable_in_place(weight: Tensor) -> str | None:
+def _unreadable_in_place(name: str, weight: Tensor) -> str | None:
     multiple = ROW_BYTES // weight.dtype.itemsize
     of_expert, of_row, of_column = weight.stride()
     _, num_rows, num_columns = weight.shape
@@ -75,12 +75,13 @@ def _unreadable_in_place(weight: Tensor) -> str | None:
     elif of_column == 1 and of_row >= num_columns:
         pitch = of_row
     else:
-        return f"must be dense along one of its two last axes, got strides {weight.stride()}"
+        return f"{name} must be dense along one of its two last axes, got strides {weight.stride()}"
     if pitch % multiple or of_expert % multiple:
-        return f"must have strides that are multiples of {multiple} elements, got {weight.stride()}"
+        return f"{name} must have strides that are multiples of {multiple} elements, got {weight.stride()}"
     address = address_of(weight)
     if weight.is_cuda and address % ROW_BYTES:
-        return f"must start at a multiple of {ROW_BYTES} bytes, got an address {address % ROW_BYTES} bytes above one"
+        above = address % ROW_BYTES
+        return f"{name} must start at a multiple of {ROW_BYTES} bytes, got an address {above} bytes above one"
     return None
 
 

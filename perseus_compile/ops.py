@@ -14,7 +14,7 @@ Configuration is by value only, so graphs that hold these ops can be cached and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -204,8 +204,8 @@ class _ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         need_x, _, *need_rest = ctx.needs_input_grad[1 : 1 + _NUM_EXPERT_TENSORS]
         needs_grad = [need_x, *need_rest]
-        grads = iter(torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, needs_grad, *ctx.numbers))
-        grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
+        grads = torch.ops.perseus.experts_backward(grad_TD, *ctx.saved_tensors, needs_grad, *ctx.numbers)
+        grad_x, *grad_rest = grads_by_input(grads, needs_grad)
         return None, grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 
 
@@ -244,7 +244,21 @@ def _experts_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     _experts_fake(*tensors, *numbers)
     x_TD, _, *rest = tensors
     check_tokens(x_TD, grad=grad_TD)
-    return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
+    return empty_grads((x_TD, *rest), needs_grad)
+
+
+# ---- what the backward of every op of experts does
+
+
+def grads_by_input(grads: Iterable[Tensor], needs_grad: Sequence[bool]) -> list[Tensor | None]:
+    """An entry per differentiable input: the next of ``grads``, or None where no gradient was asked for."""
+    following = iter(grads)
+    return [next(following) if needed else None for needed in needs_grad]
+
+
+def empty_grads(tensors: Iterable[Any], needs_grad: Sequence[bool]) -> list[Tensor]:
+    """What a fake backward returns: a new tensor for each of ``tensors`` whose gradient was asked for."""
+    return [tensor.new_empty(tensor.shape) for tensor, needed in zip(tensors, needs_grad, strict=True) if needed]
 
 
 def no_second_derivative(op: str) -> Callable[..., Any]:

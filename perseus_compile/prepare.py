@@ -15,8 +15,8 @@ from perseus_compile.comm.group import RankGroup, find_group, require_same
 from perseus_compile.errors import PerseusError, UnsupportedMoE
 from perseus_compile.looped_experts import replace_loop
 from perseus_compile.moe_modules import MoEModule, find_moe_modules, switchable
-from perseus_compile.parallel_experts import ParallelExperts
 from perseus_compile.read_experts import ExpertsReading, read_experts
+from perseus_compile.sharded_experts import ShardedExperts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,7 +76,7 @@ def _share_experts(model: nn.Module, group: RankGroup, max_tokens_per_rank: int)
     require_same(group, text, "the model that prepare() shares")
     while layers:  # each whole layer is freed before the next one is sliced
         experts, reading = layers.pop().module, readings.pop()
-        shared = ParallelExperts(experts, reading, group, max_tokens_per_rank)
+        shared = ShardedExperts(experts, reading, group, max_tokens_per_rank)
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if child is experts:
@@ -92,7 +92,7 @@ def _shareable(model: nn.Module) -> list[MoEModule]:
             f"prepare() needs the module around the experts to share them, got {type(model).__name__} itself; pass the "
             "whole model"
         )
-    if any(isinstance(module, ParallelExperts) for module in model.modules()):
+    if any(isinstance(module, ShardedExperts) for module in model.modules()):
         raise UnsupportedMoE("prepare() shares the experts of a model once, these are shared already; call it once")
     raise UnsupportedMoE(
         f"prepare() can share the experts of Hugging Face models that offer set_experts_implementation, got "
@@ -119,7 +119,7 @@ def _describe(layers: list[MoEModule], readings: list[ExpertsReading], max_token
 
 
 def _make_capturable(model: nn.Module) -> None:
-    done = [module for module in model.modules() if isinstance(module, ParallelExperts) or replace_loop(module)]
+    done = [module for module in model.modules() if isinstance(module, ShardedExperts) or replace_loop(module)]
     inside = {id(module) for each in done for module in each.modules()}
     found = [layer for layer in find_moe_modules(model) if id(layer.module) not in inside]
     if not found or all(switchable(layer) and _implementation(layer) in _CAPTURABLE for layer in found):

@@ -102,9 +102,10 @@ class _GraphReader:
 def _only_match(gm: GraphModule) -> MoEMatch | str:
     """The match that the whole graph is, but for the top-k at its start."""
     try:
-        found = find_moe_layers(aten_view(gm))
+        view = aten_view(gm)
     except CaptureError as error:
         return str(error)
+    found = find_moe_layers(view)
     if len(found) != 1:
         return f"it holds {len(found)} layers of experts"
     (result,) = found
@@ -114,6 +115,8 @@ def _only_match(gm: GraphModule) -> MoEMatch | str:
         return result.router_reason or "its experts are not summed"
     if not _are_parts_of_topk(result.weights_TK, result.ids_TK):
         return "it changes the ids or the routing weights before its experts see them"
+    if any(view.origin[writer] not in result.region for writer in view.writers):
+        return "it writes in place to what its experts see"
     if gm.graph.output_node().args[0] != (result.output,):
         return "something follows the weighted sum"
     return result

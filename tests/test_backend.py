@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 
 import perseus_compile
 from perseus_compile import inductor, observe
+from perseus_compile.errors import UnsupportedMoE
 
 
 def tokens(count: int = 5) -> Tensor:
@@ -117,6 +118,42 @@ def test_compile_captures_what_a_backend_alone_cannot() -> None:
     with observe.collect() as reports:
         torch.compile(loop, backend=perseus_compile.perseus, options={"inner": "eager"})(tokens())
     assert len(reports) != 1
+
+
+class HitLoop(nn.Module):
+    """A loop over the experts that some token chose, which torch cannot capture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x.argmax(dim=-1)
+        out = torch.zeros_like(x)
+        for expert in ids.unique().tolist():
+            rows = torch.where(ids == expert)[0]
+            out = out.index_add(0, rows, x[rows] * (expert + 1))
+        return out
+
+
+def test_compile_of_steps_that_depend_on_values(caplog: pytest.LogCaptureFixture) -> None:
+    """Code that torch cannot capture under the settings of compile() runs as under torch.compile, with one warning."""
+    compiled = perseus_compile.compile(HitLoop(), inner="eager")
+    for num_tokens in (4, 5):
+        torch.testing.assert_close(compiled(tokens(num_tokens)), HitLoop()(tokens(num_tokens)))
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "unique().tolist()" in warning and "range(num_experts)" in warning and "graph breaks there" in warning
+
+
+def test_compile_runs_nothing_twice() -> None:
+    """Where such code comes after steps that ran, they must not run again."""
+    calls: list[int] = []
+
+    class Counted(HitLoop):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedMoE, match=r'torch.compile\(model, backend="perseus"\)'):
+        perseus_compile.compile(Counted(), inner="eager")(tokens())
+    assert len(calls) == 1
 
 
 def test_reports_and_logs_name_the_layer(caplog: pytest.LogCaptureFixture) -> None:

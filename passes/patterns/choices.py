@@ -10,7 +10,8 @@ import operator
 import torch
 from torch.fx import Node
 
-from ..interpret import CASTS, Reader, aten, functional_form
+from ..in_place import functional_form
+from ..interpret import CASTS, Reader, aten
 from ..rule import Rule, Spelling
 from ..values import (
     ExpertCounts,

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from ...facts import WeightLayout
 from ..expert_body import Product, product_of_matrix, read_body
+from ..in_place import local_form
 from ..interpret import CASTS, Reader, aten
 from ..loop_values import Axis, DenseSum, DenseTerm, DenseWeights, ExpertBody
 from ..rule import Rule, Spelling
@@ -28,7 +29,7 @@ def product_of_stack(read: Reader, node: Node) -> Product | None:
         return _einsum(read, node)
     if node.target in (aten.bmm.default, aten.matmul.default):
         return _batched(read, node)
-    if node.target is aten.add.Tensor and not node.kwargs and isinstance(node.args[0], Node):
+    if local_form(node) is aten.add.Tensor and not node.kwargs and isinstance(node.args[0], Node):
         product = product_of_stack(read, read.root(node.args[0]))
         return _with_bias(read, node, product) if product is not None else None
     return None

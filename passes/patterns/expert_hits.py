@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..interpret import CASTS, INTEGERS, Reader, aten, functional_form
+from ..in_place import functional_form, is_written
+from ..interpret import CASTS, INTEGERS, Reader, aten
 from ..loop_values import (
     Axis,
     DenseWeights,
@@ -215,7 +216,7 @@ def has_distinct_experts(read: Reader, ids: Node) -> bool:
     if read.dim(ids) == 1 or read.static_size(ids, 1) == 1:
         return True
     topk = ids.args[0] if ids.target is operator.getitem and ids.args[1] == 1 else None
-    if not isinstance(topk, Node) or topk.target is not aten.topk.default:
+    if not isinstance(topk, Node) or topk.target is not aten.topk.default or is_written(ids):
         return False
     return read.axis(ids, read.arguments(topk, None, None, -1)[2]) == 1
 

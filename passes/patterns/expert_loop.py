@@ -99,9 +99,9 @@ def _grown(read: Reader, node: Node, total: Node, term: ExpertTerm | str, *, is_
     if isinstance(value, (Zeros, ExpertSum)) and value.is_empty and not is_written:
         return f"{read.describe(node)} adds to {read.describe(total)}, which holds anything where nothing was written"
     if isinstance(value, Zeros):
-        return ExpertSum(None, term, value.is_empty)
+        return ExpertSum(None, term, value.is_empty, is_written)
     if isinstance(value, ExpertSum):
-        return ExpertSum(total, term, value.is_empty)
+        return ExpertSum(total, term, value.is_empty, is_written)
     return f"{read.describe(node)} adds to {read.describe(total)}, which is neither zeros nor the sum of other experts"
 
 

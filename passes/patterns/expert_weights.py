@@ -6,7 +6,8 @@ import dataclasses
 
 from torch.fx import Node
 
-from ..interpret import CASTS, Reader, aten, functional_form
+from ..in_place import functional_form
+from ..interpret import CASTS, Reader, aten
 from ..loop_values import DenseWeights, ExpertMask, ExpertWeights, HitWeights, MaskedWeights, OneHot, Zeros
 from ..rule import Rule, Spelling
 from ..values import Value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..interpret import Reader, aten, functional_form
+from ..in_place import functional_form
+from ..interpret import Reader, aten
 from ..parallel_values import ReceivedPerExpert
 from ..rule import Rule, Spelling
 from ..values import (
@@ -74,7 +75,7 @@ def _padding(read: Reader, ends: Node | None) -> Node | None:
     while isinstance(node, Node) and read.dim(node) == 1 and not isinstance(read.value(node), ExpertEnds):
         if isinstance(read.value(node), ExpertCounts):
             return divided
-        divided = node if node.target in _DIVISIONS else divided
+        divided = node if functional_form(node) in _DIVISIONS else divided
         node = node.args[0] if node.args else None
     return None
 

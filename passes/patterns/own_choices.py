@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..interpret import Reader, aten, functional_form
+from ..in_place import functional_form
+from ..interpret import Reader, aten
 from ..parallel_values import ForeignMask, ForeignRows, LocalIds, OwnersOfIds, OwnIds, OwnWeights, PendingSum
 from ..rule import Rule, Spelling
 from ..values import (

@@ -13,7 +13,8 @@ import operator
 from torch.fx import Node
 
 from ...process_groups import rank_in
-from ..interpret import CASTS, INTEGERS, Reader, aten, functional_form
+from ..in_place import functional_form
+from ..interpret import CASTS, INTEGERS, Reader, aten
 from ..parallel_values import RankCounts, ReceivedIds, ReceivedPerExpert, ReceivedPermutation, ReceivedSort
 from ..rule import Rule, Spelling
 from ..values import ExpertOutput, Permutation, SelectedByExpert, TokenRows, Value

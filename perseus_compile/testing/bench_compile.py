@@ -1,4 +1,7 @@
-"""How long do the perseus stages take beside Inductor? Compile time only; the models never run for speed."""
+"""How long do the perseus stages take beside Inductor? Compile time only; the models never run for speed.
+
+Axes: T tokens, K choices per token, D model width.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import perseus_compile
 from perseus_compile import GroupError, UnsupportedMoE
-from perseus_compile.parallel_experts import ParallelExperts
+from perseus_compile.sharded_experts import ShardedExperts
 from perseus_compile.testing.models import random_tokens, tiny_causal_lm
 
 LENGTH = 5
@@ -25,7 +25,7 @@ def my_slice(whole: Tensor) -> Tensor:
 
 
 def is_shared(model: nn.Module, name: str) -> bool:
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), ParallelExperts)
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), ShardedExperts)
 
 
 def check_model(model_type: str, inner: str | None, num_layers: int = 2) -> None:
@@ -124,6 +124,20 @@ def step_between() -> str:
     experts = model.model.layers[1].mlp.experts
     run = experts.forward
     experts.forward = lambda *args: torch.relu(run(*args))
+    return message_of(model, UnsupportedMoE)
+
+
+def ids_written_through_a_view() -> str:
+    """The ids that the experts see are still those of the top-k."""
+    model = tiny_causal_lm("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    run = experts.forward
+
+    def forward(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        ids_TK[:, 1] = ids_TK[:, 0]
+        return run(x_TD, ids_TK, weights_TK)
+
+    experts.forward = forward
     return message_of(model, UnsupportedMoE)
 
 

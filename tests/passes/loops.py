@@ -148,6 +148,37 @@ class FlatLoop(ExpertLoop):
         return torch.empty_like(x)
 
 
+class ChoiceLoop(ExpertLoop):
+    """For every choice of a token, and every expert: the tokens whose choice it is."""
+
+    def hits(self, ids: Tensor, expert: int) -> Hits:
+        """Of ids [T]."""
+        return ids == expert
+
+    def rows(self, x: Tensor, hits: Hits) -> Tensor:
+        return x[hits]
+
+    def weigh(self, rows: Tensor, weights: Tensor, hits: Hits) -> Tensor:
+        return rows * weights[hits].unsqueeze(-1)
+
+    def add(self, total: Tensor, rows: Tensor, hits: Hits) -> Tensor:
+        total[hits] += rows
+        return total
+
+    def add_choice(self, total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, expert: int) -> Tensor:
+        """What one expert adds for one choice, ``ids`` [T] and ``weights`` [T]."""
+        hits = self.hits(ids, expert)
+        rows = self.expert(expert, self.rows(x, hits))
+        return self.add(total, self.weigh(rows, weights, hits), hits)
+
+    def loop(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        total = self.begin(x)
+        for choice in range(self.top_k):
+            for expert in range(self.num_experts):
+                total = self.add_choice(total, x, ids[:, choice], weights[:, choice], expert)
+        return total
+
+
 class DenseStack(StackedLoop):
     """All experts on all tokens by einsum, and a sum by the weights [T, E]."""
 

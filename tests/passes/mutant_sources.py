@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from loops import (
     BatchedStack,
+    ChoiceLoop,
     DenseLoop,
     DenseStack,
     ExpertLoop,
@@ -137,6 +138,7 @@ LOOPS: dict[str, Source] = {
     "loop, scattered": _layer(DenseLoop, sizes={"num_experts": 3}, loop=scattered),
     "loop, switch": _layer(SwitchLoop),
     "loop, flat": _layer(FlatLoop),
+    "loop, choices": _layer(ChoiceLoop, sizes={"num_experts": 3}),
     "all at once": _layer(DenseStack),
     "all at once, bmm": _layer(BatchedStack, sizes={"bias": True, "expert_width": 8}),
     "loops, two": _two_layers(ExpertLoop, StackedLoop),

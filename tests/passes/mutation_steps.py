@@ -71,6 +71,12 @@ def _write_through(view: OpOverload, *args: Any) -> Callable[[Node], Node]:
     return make
 
 
+def _copy_first(node: Node) -> Node:
+    """The last entry of each row becomes the first one, by a write through a view: two choices of one expert."""
+    first, last = (node.graph.call_function(aten.slice.Tensor, (node, -1, *ends)) for ends in ((0, 1), (-1, 2**63 - 1)))
+    return node.graph.call_function(aten.copy_.default, (last, first))
+
+
 def _copy_flip(node: Node) -> Node:
     return node.graph.call_function(
         aten.copy_.default, (node, node.graph.call_function(aten.flip.default, (node, [0])))
@@ -152,4 +158,5 @@ WRITES: dict[str, Callable[[Node], Node]] = {
     "detach().mul_(2)": _write_through(aten.detach.default),
     "[..., :1].mul_(2)": _write_through(aten.slice.Tensor, -1, 0, 1),
     "copy_ of its flip": _copy_flip,
+    "[..., -1:].copy_([..., :1])": _copy_first,
 }

@@ -56,8 +56,13 @@ def _texts(function: ast.FunctionDef) -> Iterator[str]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name == "Condition":
                 yield from _leaves(node.args[1])
-            elif name in (*_ERRORS, "_lose"):
+            elif name in (*_ERRORS, "_lose") and not _is_no_failure(node):
                 yield from _leaves(node.args[0])
+
+
+def _is_no_failure(error: ast.Call) -> bool:
+    """Whether it is ``CaptureError(..., is_failure=False)``, which refuses nothing."""
+    return any(keyword.arg == "is_failure" for keyword in error.keywords)
 
 
 def _leaves(expression: ast.expr) -> Iterator[str]:

@@ -36,6 +36,12 @@ def token_bias(layer: Any, x: Tensor) -> Tensor:
     return DenseStack.first(layer, x) + layer.gate_up_bias
 
 
+def bias_in_place(layer: Any, x: Tensor) -> Tensor:
+    hidden = torch.bmm(x.unsqueeze(0).expand(layer.num_experts, -1, -1), layer.gate_up.transpose(1, 2))
+    hidden += layer.gate_up_bias.unsqueeze(1)
+    return hidden
+
+
 def transposed(layer: Any) -> None:
     layer.gate_up = nn.Parameter(layer.gate_up.detach().transpose(1, 2).contiguous())
     layer.down = nn.Parameter(layer.down.detach().transpose(1, 2).contiguous())
@@ -72,6 +78,7 @@ def test_biases() -> None:
     assert matched(BatchedStack(bias=True), tokens=(5, 3)) == ["moe"]
     second = lambda m, hidden: DenseStack.second(m, hidden) + m.down_bias  # noqa: E731
     assert matched(changed(DenseStack, first=token_bias, second=second)(bias=True), tokens=(5, 3)) == ["moe"]
+    assert matched(changed(BatchedStack, first=bias_in_place)(bias=True), tokens=(5, 3)) == ["moe"]
 
 
 # ---- how weights and sums are written

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import (
+    ChoiceLoop,
     DenseLoop,
     ExpertLoop,
     FlatLoop,
@@ -98,7 +99,7 @@ def test_hits_and_sums(hits: Any, add: Any) -> None:
 
 
 @pytest.mark.parametrize("bias", (False, True))
-@pytest.mark.parametrize("spelling", (ExpertLoop, StackedLoop, DenseLoop, SwitchLoop, FlatLoop))
+@pytest.mark.parametrize("spelling", (ExpertLoop, StackedLoop, DenseLoop, SwitchLoop, FlatLoop, ChoiceLoop))
 def test_token_counts(spelling: type[ExpertLoop], bias: bool) -> None:
     """A graph for all token counts from 2 on, one for 1 and one for 0."""
     op = "moe" if spelling is StackedLoop else "experts_list"
@@ -132,6 +133,59 @@ READS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("steps", READS.values(), ids=READS)
 def test_rows_and_weights(steps: dict[str, Any]) -> None:
     assert matched(changed(ExpertLoop, **steps)(), tokens=(5, 3)) == ["experts_list"]
+
+
+# ---- every choice for itself
+
+
+def choices_inside(layer: ChoiceLoop, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    total = layer.begin(x)
+    for expert in range(layer.num_experts):
+        for choice in reversed(range(layer.top_k)):
+            total = layer.add_choice(total, x, ids[:, choice], weights[:, choice], expert)
+    return total
+
+
+def add_at_tokens(layer: ChoiceLoop, total: Tensor, x: Tensor, ids: Tensor, weights: Tensor, expert: int) -> Tensor:
+    tokens = (ids == expert).nonzero().squeeze(-1)
+    return total.index_add(0, tokens, weights.unsqueeze(-1)[tokens] * layer.expert(expert, x[tokens]))
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "a loop over the choices inside": {"loop": choices_inside},
+    "index_add": {"add_choice": add_at_tokens},
+    "no weights": {"weigh": lambda m, rows, weights, hits: rows},
+}
+
+
+@pytest.mark.parametrize("steps", CHOICES.values(), ids=CHOICES)
+def test_choices(steps: dict[str, Any]) -> None:
+    assert matched(changed(ChoiceLoop, **steps)(), tokens=(5, 3)) == ["experts_list"]
+
+
+def test_the_only_choice() -> None:
+    assert matched(ChoiceLoop(top_k=1), tokens=(5, 3)) == ["experts_list"]
+
+
+class StackedChoiceLoop(ChoiceLoop, StackedLoop):
+    """Every choice takes its entries of the stacks for itself."""
+
+
+class SeparateStacks(StackedChoiceLoop):
+    """Gates and up halves are entries of two stacks."""
+
+    def prepare(self) -> None:
+        self.gates, self.ups = (nn.Parameter(half.clone()) for half in self.gate_up.detach().chunk(2, dim=1))
+        del self.gate_up
+
+    def expert(self, expert: int, rows: Tensor) -> Tensor:
+        hidden = F.silu(F.linear(rows, self.gates[expert])) * F.linear(rows, self.ups[expert])
+        return F.linear(hidden, self.down[expert])
+
+
+@pytest.mark.parametrize(("spelling", "op"), ((StackedChoiceLoop, "moe"), (SeparateStacks, "experts_list")))
+def test_choices_of_stacked_experts(spelling: type[ChoiceLoop], op: str) -> None:
+    assert matched(spelling(), tokens=(5, 3)) == [op]
 
 
 # ---- every expert on all tokens

@@ -242,7 +242,7 @@ NEAR_MISSES = (
     Case(
         "an expert is left out",
         loop_of(ExpertLoop, loop=skips(0, 1, 3)),
-        "refused: the experts of a sum must have consecutive numbers from 0 on, got [0, 1, 3]",
+        "refused: the experts of a sum must be two or more with consecutive ids, none below 0, got [0, 1, 3]",
     ),
     Case(
         "the same outputs are added twice",
@@ -263,7 +263,7 @@ NEAR_MISSES = (
     Case(
         "one expert alone",
         loop_of(ExpertLoop, loop=skips(1)),
-        "refused: the experts of a sum must have consecutive numbers from 0 on, got [1]",
+        "refused: the experts of a sum must be two or more with consecutive ids, none below 0, got [1]",
     ),
     Case(
         "other ids for one expert",

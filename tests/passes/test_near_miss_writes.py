@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import ExpertLoop, add_by_index
 from near_miss import Case, check, layer_of
-from spellings import BatchedMM, Experts, GroupedMM, grouped_sigmoid_router
+from spellings import BatchedMM, Experts, GroupedMM, changed, grouped_sigmoid_router
 from torch import Tensor, nn
 
 from perseus_compile import perseus
+from perseus_compile.backend import CAPTURE_SETTINGS
 
 
 def correction(layer: Any) -> None:
@@ -53,7 +55,7 @@ def inside(step: str, write: Any, outcome: str, name: str, spelling: type[Expert
 
 
 def halves_written_through_base(layer: Experts, hidden: Tensor) -> Tensor:
-    """Autograd regenerates the halves after the write; they have no fake value in the view of the graph then."""
+    """The halves are views of what is written through another one, which autograd does not see."""
     gate, up = hidden[:, :12], hidden[:, 12:]
     hidden.detach().mul_(2)
     return F.silu(gate) * up
@@ -289,6 +291,20 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_near_miss(case: Case) -> None:
     check(case)
+
+
+def written_through_a_view(layer: ExpertLoop, x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = ExpertLoop.route(layer, x)
+    ids[:, 1] = ids[:, 0]
+    return weights, ids
+
+
+def test_ids_of_a_topk_are_not_distinct_after_a_write() -> None:
+    """Their node was still the top-k; the op added an expert's output twice where the loop adds it once."""
+    layer = changed(ExpertLoop, route=written_through_a_view, add=add_by_index)
+    reason = "aten.index_put_.default adds once where a token chooses an expert twice; index_add adds all"
+    with torch._dynamo.config.patch(CAPTURE_SETTINGS):
+        check(Case("written through a view", layer, f"refused: {reason}", gradients=False))
 
 
 def shift_ids_op() -> Callable[[Tensor, Tensor], None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import test_dense_experts
 import test_near_miss
+import test_near_miss_choices
 import test_near_miss_loops
 import test_near_miss_router
 import test_near_miss_rows
@@ -23,6 +24,7 @@ NEAR_MISSES = [
         for case in module.CASES
     ),
     *test_near_miss_loops.NEAR_MISSES,
+    *test_near_miss_choices.NEAR_MISSES,
     *test_dense_experts.NEAR_MISSES,
 ]
 
@@ -56,6 +58,7 @@ def test_what_the_matcher_says_is_listed() -> None:
         ),
         ('def f(x):\n    yield Condition("one mode", "its modes differ" if x else None)', ["its modes differ"]),
         ('def f(x):\n    raise UnsupportedMoE(f"K must be {x} here")', ["K must be {x} here"]),
+        ('def f(x):\n    raise CaptureError("there is nothing", is_failure=False)', []),
         ('def f(x) -> str:\n    """A name of x."""\n    return f"{x}.weight"', []),
         ('def f(x) -> int:\n    return "never read here"', []),
     ],

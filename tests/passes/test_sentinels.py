@@ -127,9 +127,18 @@ def replaced_by_itself(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
     return class_that_is_no_expert(layer, x, by=4)
 
 
+def mask_written_later(layer: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.nn.functional.pad(torch.nn.functional.linear(x, layer.router), (0, 1)).sigmoid()
+    weights, ids = scores.topk(2, dim=-1)
+    skipped = ids == 4
+    skipped[:, 1] = False
+    return weights.masked_fill(ids == 4, 0.0), ids.masked_fill(skipped, 0)
+
+
 @pytest.mark.parametrize(
     ("route", "ids"),
     [
+        (mask_written_later, "ids in [0, 5)"),
         (moved_later, "ids of unknown range"),
         (no_expert_kept, "ids in [0, 5)"),
         (replaced_by_itself, "ids in [0, 5)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from perseus_compile import capture
 from perseus_compile.capture import AtenView, aten_view, storages
+from perseus_compile.dynamo_writes import written_node
 
 X_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -116,3 +118,17 @@ def test_a_tensor_that_no_operator_returned_is_opaque() -> None:
     view, _ = _views(under_vmap, X_TD)
     (sin,) = (node for node in view.graph.nodes if node.target is torch.ops.aten.sin.default)
     assert sin.args[0] in view.opaque
+
+
+# iadd beside add, and so on; iconcat is of lists.
+OF_TENSORS = {name for name in dir(operator) if name[0] == "i" and f"__{name[1:]}__" in dir(operator)} - {"iconcat"}
+
+
+@pytest.mark.parametrize("name", sorted(OF_TENSORS))
+def test_operators_that_write_are_known(name: str) -> None:
+    """Compared with what they do to a tensor; ``%=`` and ``**=`` were taken for functions."""
+    call, x = getattr(operator, name), torch.ones(2, 2, dtype=torch.float64 if name == "itruediv" else torch.int64)
+    writes = call(x, torch.ones_like(x)) is x
+    graph = Graph()
+    left, right = graph.placeholder("left"), graph.placeholder("right")
+    assert (written_node(graph.call_function(call, (left, right))) is left) == writes

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from eager_twin import outcome_of, train_beside_eager, weighted_sum
-from hand_written_loops import HitLoop, Loop, NumelLoop, WhereLoop
+from hand_written_loops import HitLoop, NumelLoop
+from loops import ExpertLoop
 from torch import Tensor, nn
 
 import perseus_compile
@@ -18,7 +19,7 @@ from perseus_compile.testing.families import find_families, inputs_of, tiny_mode
 from perseus_compile.testing.models import tiny_causal_lm
 
 IDS = torch.arange(12).view(2, 6)
-X = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
+X = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
 
 
 def _family_model(name: str) -> nn.Module:
@@ -28,7 +29,7 @@ def _family_model(name: str) -> nn.Module:
     return tiny_model(families[name])
 
 
-def _advice(layer: Loop) -> set[str | None]:
+def _advice(layer: ExpertLoop) -> set[str | None]:
     with torch.no_grad():
         report = perseus_compile.explain(nn.Sequential(layer), X)
     return {each.advice for each in report.graph_breaks if each.moe_layers}
@@ -57,7 +58,7 @@ def test_transformers_39012_model() -> None:
 
 
 @pytest.mark.parametrize("loop", (NumelLoop, HitLoop))
-def test_transformers_39012_unsloth_3712_loop(loop: type[Loop]) -> None:
+def test_transformers_39012_unsloth_3712_loop(loop: type[ExpertLoop]) -> None:
     """A branch on a count, an index by a tensor: the numbers hold, and explain says how the loop can be captured."""
     torch.manual_seed(0)
     layer = loop()
@@ -81,7 +82,7 @@ def test_unsloth_3712_model() -> None:
 def test_transformers_30793() -> None:
     """``torch.where`` per expert needs settings of Dynamo: compile() sets them around the call alone."""
     torch.manual_seed(0)
-    layer = WhereLoop()
+    layer = ExpertLoop()
     expected = layer(X)
     settings = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
     before = {name: getattr(torch._dynamo.config, name) for name in settings}

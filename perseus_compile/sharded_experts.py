@@ -13,7 +13,7 @@ from perseus_compile.facts import ParallelSpec
 from perseus_compile.read_experts import ExpertsReading
 
 
-class ParallelExperts(nn.Module):
+class ShardedExperts(nn.Module):
     """The experts of one layer, of which this process holds the slice that belongs to its rank.
 
     Every rank calls it with tokens of its own; it is one ``perseus::experts_parallel``. Its parameters have the names
@@ -54,7 +54,7 @@ class ParallelExperts(nn.Module):
 
 
 def _gather_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    assert isinstance(module, ParallelExperts)
+    assert isinstance(module, ShardedExperts)
     collectives = torch.ops._c10d_functional
     for name, local in module.named_parameters(recurse=False):
         gathered = collectives.all_gather_into_tensor(local.detach().contiguous(), module.group.size, module.group.name)
@@ -62,7 +62,7 @@ def _gather_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 
 def _keep_slices(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    assert isinstance(module, ParallelExperts)
+    assert isinstance(module, ShardedExperts)
     for name, _ in module.named_parameters(recurse=False):
         whole = state_dict.get(prefix + name)
         if isinstance(whole, Tensor) and whole.shape[:1] == (module.num_experts,):

@@ -33,7 +33,14 @@ from perseus_compile.errors import GroupError, PerseusError, UnsupportedMoE
 from perseus_compile.facts import ExpertsSpec, ParallelSpec, Tokens
 from perseus_compile.grouped import scale, sum_dtype
 from perseus_compile.lower import ExpertsArgs
-from perseus_compile.ops import EXPERT_DEFAULTS, EXPERT_TENSORS, experts_args, no_second_derivative
+from perseus_compile.ops import (
+    EXPERT_DEFAULTS,
+    EXPERT_TENSORS,
+    empty_grads,
+    experts_args,
+    grads_by_input,
+    no_second_derivative,
+)
 
 _NUMBERS = f"int num_experts, str group_name, {EXPERT_DEFAULTS}, str tokens='split', int max_tokens_per_rank=0"
 SCHEMAS = (
@@ -227,8 +234,7 @@ def _split_backward(
 
 def _experts_parallel_backward_fake(grad_TD: Tensor, *args: Any) -> list[Tensor]:
     x_TD, _, *rest = args[:_NUM_TENSORS]
-    needs_grad = args[_NUM_TENSORS]
-    return [tensor.new_empty(tensor.shape) for tensor, needed in zip((x_TD, *rest), needs_grad, strict=True) if needed]
+    return empty_grads((x_TD, *rest), args[_NUM_TENSORS])
 
 
 # ---- autograd and registration
@@ -242,8 +248,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     need_x, _, *need_rest = ctx.needs_input_grad[:_NUM_TENSORS]
     needs_grad = [need_x, *need_rest]
-    grads = iter(torch.ops.perseus.experts_parallel_backward(grad_TD, *ctx.saved_tensors, needs_grad, *ctx.numbers))
-    grad_x, *grad_rest = [next(grads) if needed else None for needed in needs_grad]
+    grads = torch.ops.perseus.experts_parallel_backward(grad_TD, *ctx.saved_tensors, needs_grad, *ctx.numbers)
+    grad_x, *grad_rest = grads_by_input(grads, needs_grad)
     return grad_x, None, *grad_rest, *(None for _ in ctx.numbers)
 
 

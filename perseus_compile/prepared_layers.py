@@ -12,7 +12,7 @@ from .facts import ParallelSpec
 from .passes.match_context import layer_name
 
 
-def parallel_layers(graph: Graph) -> Iterator[observe.LayerReport]:
+def prepared_layers(graph: Graph) -> Iterator[observe.LayerReport]:
     """A row for each layer that ``prepare`` made one node before the graph was captured."""
     op = torch.ops.perseus.experts_parallel
     for node in graph.nodes:

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from ..capture import AtenView
+from ..capture import AtenView, storages
 
 
 def closure(outputs: Iterable[Node], inputs: Iterable[Node]) -> frozenset[Node]:
@@ -41,8 +41,7 @@ def outside_reader(nodes: Iterable[Node], region: frozenset[Node]) -> tuple[Node
 
 def interfering_write(view: AtenView, region: frozenset[Node], inputs: Iterable[Node]) -> Node | None:
     """A node outside ``region`` that writes in place, while ``region`` runs, to what it reads or computes."""
-    nodes = [*inputs, *region]
-    touched = frozenset().union(*(_storages(node) for node in nodes))
+    touched = storages([node.meta["val"] for node in (*inputs, *region)])
     last = max(region)
     node = min(region).next
     while node is not last:
@@ -54,7 +53,7 @@ def interfering_write(view: AtenView, region: frozenset[Node], inputs: Iterable[
 
 def write_to_inputs(view: AtenView, nodes: Iterable[Node], inputs: Iterable[Node]) -> Node | None:
     """The first of ``nodes`` that writes in place to a tensor of ``inputs``."""
-    touched = frozenset().union(*map(_storages, inputs))
+    touched = storages([node.meta["val"] for node in inputs])
     return next((node for node in nodes if not touched.isdisjoint(_written_storages(view, node))), None)
 
 
@@ -67,8 +66,8 @@ def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
     if node in view.opaque:
         # What was not traced may write to whatever it reads.
         read = frozenset(view.origin[node].all_input_nodes)
-        return frozenset().union(*(_storages(seen) for seen, made in view.results.items() if not read.isdisjoint(made)))
-    return frozenset().union(*map(_storages, written_nodes(node)))
+        return storages([seen.meta["val"] for seen, made in view.results.items() if not read.isdisjoint(made)])
+    return storages([written.meta["val"] for written in written_nodes(node)])
 
 
 def written_nodes(node: Node) -> list[Node]:
@@ -80,17 +79,6 @@ def written_nodes(node: Node) -> list[Node]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(node.args[position] if position < len(node.args) else node.kwargs.get(argument.name))
     return [each for each in pytree.tree_leaves(written) if isinstance(each, Node)]
-
-
-def _storages(node: Node) -> frozenset[int]:
-    """Identities of the storages under ``node``. Fake values share storage exactly where the real ones do."""
-    storages = set()
-    for tensor in pytree.tree_leaves(node.meta["val"]):
-        while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            storages.add(tensor.untyped_storage()._cdata)
-    return frozenset(storages)
 
 
 def carries_tensors(node: Node) -> bool:

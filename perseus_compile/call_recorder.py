@@ -70,10 +70,11 @@ class CallRecorder(ProxyTorchDispatchMode):
 
     def run(self, code: Callable[[], Any]) -> Any:
         """The result of ``code``, whose ATen calls are recorded."""
+        last_before = next(iter(reversed(self.graph.nodes)), None)
         result = code()
         if isinstance(result, Tensor) and self.node_of(result) is None:
             last = next(iter(reversed(self.graph.nodes)), None)
-            if last is not None and _is_same(result, last.meta.get("val")):
+            if last is not None and last is not last_before and _is_same(result, last.meta.get("val")):
                 self.track(result, last)
         return result
 

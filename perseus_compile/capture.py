@@ -189,6 +189,8 @@ class _ViewBuilder(Interpreter):
         waited = waited_for(n, self.module)
         if waited is not None:
             return (torch.ops._c10d_functional.wait_tensor(self.env[waited]),)
+        if getattr(n.target, "__name__", "") == "_get_data_attr":  # ``tensor.data`` calls no operator
+            return torch.ops.aten.detach.default(self.env[n.args[0]])
         if n.op == "get_attr" or isinstance(n.target, torch._ops.HigherOrderOperator):
             return self._recorded_value(n)
         if any(is_distributed(source.meta.get("example_value")) for source in n.all_input_nodes):
@@ -211,11 +213,20 @@ class _ViewBuilder(Interpreter):
         """The result of ``n``, whose ATen calls go to the recorder."""
         run = functools.partial(super().run_node, n)
         value = n.meta.get("example_value")
-        if self._keeps_shapes and not self._state[n].transform and is_one_call(n) and _is_fake(value):
+        if self._keeps_shapes and not self._state[n].transform and is_one_call(n) and self._is_recorded(n, value):
             result = self.recorder.run_as_one_call(run, value)
             if result is not None:
                 return result
-        return self.recorder.run(run)
+        result = self.recorder.run(run)
+        if isinstance(result, torch.Tensor) and self.recorder.node_of(result) is None:
+            self._stand_in(n, result)  # torch made it without an ATen call
+        return result
+
+    def _is_recorded(self, n: Node, value: object) -> bool:
+        """Whether ``value``, which Dynamo recorded for ``n``, is fake and shares storage with the sources of ``n``."""
+        recorded = {source: source.meta.get("example_value") for source in n.all_input_nodes}
+        replaced = [value for source, value in recorded.items() if self.env[source] is not value]
+        return _is_fake(value) and storages(value).isdisjoint(storages(replaced))
 
     def _is_arithmetic(self, n: Node) -> bool:
         """Whether ``n`` makes a number, known to Dynamo, of numbers: sizes and what was computed from them."""
@@ -251,6 +262,17 @@ class _ViewBuilder(Interpreter):
 def _is_fake(value: object) -> bool:
     values = value if isinstance(value, (list, tuple)) else (value,)
     return bool(values) and all(type(one) is FakeTensor or isinstance(one, torch.SymInt) for one in values)
+
+
+def storages(value: Any) -> frozenset[int]:
+    """Identities of the storages under the tensors in ``value``. Fake ones share them exactly where real ones do."""
+    found = set()
+    for tensor in pytree.tree_leaves(value):
+        while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            found.add(tensor.untyped_storage()._cdata)
+    return frozenset(found)
 
 
 def is_distributed(value: object) -> bool:

@@ -131,6 +131,22 @@ def input_and_output_written_afterwards(layer: Experts, x: Tensor) -> Tensor:
     return seen
 
 
+def normalized_tokens_written(layer: Experts, x: Tensor) -> Tensor:
+    """The write is to a view of what a Python function of several ATen calls returned."""
+    x = F.normalize(x)
+    weights, ids = layer.route(x)
+    x.view(-1).mul_(2)
+    return layer.experts(x, ids, weights)
+
+
+def output_data_written(layer: Experts, x: Tensor) -> Tensor:
+    """The result is a view of the sums, which are written to behind autograd's back."""
+    out = BatchedMM.forward(layer, x)
+    seen = out.view(out.shape)
+    out.data.mul_(2)
+    return seen
+
+
 STEP = "is not a known step of a router"
 OTHER_X = "experts: the router reads another tensor than the experts"
 ROUTER_WRITE = "may write in place to what the router reads before the experts have run"
@@ -159,6 +175,12 @@ CASES = (
         "input written through a view",
         lambda m, x, i, w: x.view(-1)[:4].mul_(2),
         f"experts: aten.mul_.Tensor {ROUTER_WRITE}",
+    ),
+    Case(
+        "normalized input written through a view",
+        layer_of(BatchedMM, forward=normalized_tokens_written),
+        f"experts: aten.mul_.Tensor {ROUTER_WRITE}",
+        gradients=False,
     ),
     after_routing_case(
         "input written by a list operator",
@@ -262,6 +284,7 @@ CASES = (
         "moe",
         gradients=False,
     ),
+    Case("output written through its data", layer_of(BatchedMM, forward=output_data_written), "moe", gradients=False),
 )
 
 

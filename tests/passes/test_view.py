@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from perseus_compile import capture
-from perseus_compile.capture import AtenView, aten_view
+from perseus_compile.capture import AtenView, aten_view, storages
 from perseus_compile.dynamo_writes import written_node
 
 X_TD = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
@@ -33,6 +33,12 @@ def _views(call: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> tu
     torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     given, run = views
     return given, run
+
+
+def _shared_storages(view: AtenView) -> list[frozenset[int]]:
+    """For every node, the positions of those that share storage with it."""
+    found = [storages(node.meta.get("val")) for node in view.graph.nodes]
+    return [frozenset(i for i, others in enumerate(found) if not own.isdisjoint(others)) for own in found]
 
 
 def _steps(view: AtenView) -> list[str]:
@@ -63,18 +69,30 @@ def of_several_calls(x: Tensor) -> Tensor:
     return 1 / (F.normalize(first) + torch.einsum("td,td->t", first, second)[:, None])
 
 
+def views_of_several_calls(x: Tensor) -> Tensor:
+    y = F.normalize(x)
+    first = y[0]
+    first += 1
+    halves = y.T.chunk(2)
+    return halves[0].contiguous() * y.view(-1)[:5]
+
+
 def shape_changes(x: Tensor) -> Tensor:
     y = x * 2
     y.t_()
     return y @ x
 
 
+CALLS = (slices, mixed_indices, written, of_several_calls, views_of_several_calls, shape_changes)
+
+
 @pytest.mark.parametrize("dynamic", (False, True))
-@pytest.mark.parametrize("call", (slices, mixed_indices, written, of_several_calls, shape_changes))
+@pytest.mark.parametrize("call", CALLS)
 def test_steps_and_values_are_those_of_a_run(call: Callable[[Tensor], Tensor], dynamic: bool) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         given, run = _views(call, X_TD, dynamic=dynamic)
     assert _steps(given) == _steps(run)
+    assert _shared_storages(given) == _shared_storages(run)
     for node, same in zip(given.graph.nodes, run.graph.nodes, strict=True):
         value, wanted = node.meta.get("val"), same.meta.get("val")
         if isinstance(value, Tensor):
@@ -90,6 +108,16 @@ def test_a_write_is_what_later_reads_see() -> None:
     (last,) = output.args[0]
     assert last.target is torch.ops.aten.add_.Tensor
     assert last.args[0].target is torch.ops.aten.index_add_.default
+
+
+def under_vmap(x: Tensor) -> Tensor:
+    return torch.vmap(torch.sin)(x)
+
+
+def test_a_tensor_that_no_operator_returned_is_opaque() -> None:
+    view, _ = _views(under_vmap, X_TD)
+    (sin,) = (node for node in view.graph.nodes if node.target is torch.ops.aten.sin.default)
+    assert sin.args[0] in view.opaque
 
 
 # iadd beside add, and so on; iconcat is of lists.

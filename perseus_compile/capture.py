@@ -223,10 +223,13 @@ class _ViewBuilder(Interpreter):
         return result
 
     def _is_recorded(self, n: Node, value: object) -> bool:
-        """Whether ``value``, which Dynamo recorded for ``n``, is fake and shares storage with the sources of ``n``."""
-        recorded = {source: source.meta.get("example_value") for source in n.all_input_nodes}
-        replaced = [value for source, value in recorded.items() if self.env[source] is not value]
-        return _is_fake(value) and storages(value).isdisjoint(storages(replaced))
+        """Whether ``value``, which Dynamo recorded for ``n``, is fake and may stand for the result of ``n``.
+
+        It may not where it is a view of a source that was run, whose storage is not the one that Dynamo recorded.
+        """
+        recorded = ((source, source.meta.get("example_value")) for source in n.all_input_nodes)
+        replaced = [before for source, before in recorded if self.env[source] is not before]
+        return _is_fake(value) and (not replaced or storages(value).isdisjoint(storages(replaced)))
 
     def _is_arithmetic(self, n: Node) -> bool:
         """Whether ``n`` makes a number, known to Dynamo, of numbers: sizes and what was computed from them."""

@@ -163,5 +163,5 @@ def test_modules_that_own_experts_are_found_by_structure(model_type: str) -> Non
 
 
 def test_a_name_is_no_process_group() -> None:
-    with pytest.raises(GroupError, match="ep_group must be a process group, .* got 'ranks'"):
+    with pytest.raises(GroupError, match=r"ep_group must be a process group, .* got 'ranks'"):
         perseus_compile.prepare(nn.Linear(1, 1), "ranks")  # type: ignore[arg-type]

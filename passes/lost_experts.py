@@ -1,7 +1,8 @@
 """What looks like experts, but for one step? Reads the meanings and answers with refusals; never edits.
 
 A loop over experts is noticed by the rows or the weights of two of them, experts that run all at once by tokens times a
-stacked parameter, and a dispatch with a capacity by its two products.
+stacked parameter, a dispatch with a capacity by its two products, and anything else by outputs of linear maps that are
+weighted by a top-k.
 """
 
 from __future__ import annotations
@@ -37,6 +38,52 @@ _LOOP_VALUES = (HitRows, HitWeights, ExpertWeights, ExpertTerm, ExpertSum, SumAt
 def lost_experts(found: Interpretation) -> list[Refusal]:
     """A refusal for every layer of which no sum was found."""
     return [*_lost_loops(found), *_lost_stacks(found), *_capacities(found)]
+
+
+def lost_choices(found: Interpretation) -> list[Refusal]:
+    """A refusal for every top-k by which the outputs of several linear maps are weighted, whatever else it is.
+
+    For graphs in which nothing else was found: what a layer computes from its output may look like this, too.
+    """
+    refusals = []
+    for topk in found.view.graph.find_nodes(op="call_function", target=aten.topk.default):
+        weighted = _weighted_by(found.reader, topk)
+        if len({weight for _, weight in weighted}) > 1:
+            refusals.append(_refuse(found, min(node for node, _ in weighted), _unknown_choice(found.reader, topk)))
+    return refusals
+
+
+def _weighted_by(read: Reader, topk: Node) -> list[tuple[Node, Node]]:
+    """Products of what is made of ``topk`` and outputs of linear maps, each with the weight of a map."""
+    made, pending, weighted = {topk}, [topk], []
+    while pending:
+        for user in pending.pop().users:
+            if functional_form(user) is aten.mul.Tensor:
+                factors = user.all_input_nodes
+                weighted += [(user, weight) for factor in factors for weight in _weights_of_maps(read, factor)]
+            if user not in made and user.op != "output" and user.target is not aten.linear.default:
+                made.add(user)
+                pending.append(user)
+    return weighted
+
+
+def _weights_of_maps(read: Reader, node: Node) -> list[Node]:
+    """The weights of the linear maps whose outputs ``node`` holds: one, several stacked, or some of these."""
+    node = read.root(node)
+    if node.target is aten.linear.default:
+        return [node.args[1]]
+    if node.target is aten.stack.default:
+        return [weight for part in node.args[0] for weight in _weights_of_maps(read, part)]
+    return _weights_of_maps(read, node.args[0]) if node.target is aten.gather.default else []
+
+
+def _unknown_choice(read: Reader, topk: Node) -> str:
+    if read.dim(topk.args[0]) > 2:
+        return (
+            f"the choice of {read.describe(topk)} is among scores with {read.dim(topk.args[0])} axes; loops over "
+            "experts and experts on all tokens are recognised with scores [T, E]: flatten the tokens before the router"
+        )
+    return f"outputs of experts are weighted by the choice of {read.describe(topk)} in a way that no rule knows"
 
 
 def _lost_loops(found: Interpretation) -> list[Refusal]:

@@ -14,7 +14,7 @@ from ..capture import AtenView
 from ..conditions import Condition, ask
 from ..facts import Check, MoEMatch, Refusal
 from .interpret import Interpretation, Reader, aten, interpret
-from .lost_experts import lost_experts
+from .lost_experts import lost_choices, lost_experts
 from .match_context import (
     LAYER_VALUES,
     RoutingNodes,
@@ -62,7 +62,8 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
         results.append(result)
         if isinstance(result, Refusal):
             _explain_rest(found, node, explained, passed)
-    return results + lost_experts(found)
+    results += lost_experts(found)
+    return results or [*lost_choices(found)]
 
 
 def _reads(found: Interpretation, node: Node, kind: type) -> bool:

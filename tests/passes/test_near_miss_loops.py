@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from perseus_compile.backend import CAPTURE_SETTINGS
 
 LISTED = "experts: the weights of the experts are separate tensors"
+NO_RULE = "refused: outputs of experts are weighted by the choice of aten.topk.default in a way that no rule knows"
 
 
 def loop_of(spelling: type[ExpertLoop], **steps: Any) -> Any:
@@ -330,7 +331,7 @@ NEAR_MISSES = (
         loop_of(DenseLoop, route=duplicated),
         "refused: every expert runs on every token, and not every id is known to be an expert's",
     ),
-    Case("the weights of all others", loop_of(DenseLoop, weigh=weight_of_other_expert), ""),
+    Case("the weights of all others", loop_of(DenseLoop, weigh=weight_of_other_expert), NO_RULE),
     Case(
         "no activation",
         loop_of(ExpertLoop, expert=without_activation),

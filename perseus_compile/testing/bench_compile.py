@@ -41,17 +41,18 @@ class Call(NamedTuple):
 
 
 class ExpertLoop(nn.Module):
-    """A layer that runs its experts, each with weights of its own, one after the other: top 4, width 64."""
+    """A layer that runs its experts, each with weights of its own, one after the other: top 4 where there are so many, width 64."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
+        self.top_k = min(4, num_experts)
         self.router = nn.Linear(64, num_experts, bias=False)
         self.gates, self.ups, self.downs = (
             nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(num_experts)) for _ in range(3)
         )
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        weights_TK, ids_TK = self.router(x_TD).softmax(dim=-1).topk(4, dim=-1)
+        weights_TK, ids_TK = self.router(x_TD).softmax(dim=-1).topk(self.top_k, dim=-1)
         out_TD = torch.zeros_like(x_TD)
         for expert, (gate, up, down) in enumerate(zip(self.gates, self.ups, self.downs, strict=True)):
             tokens, choices = torch.where(ids_TK == expert)

@@ -175,9 +175,10 @@ def test_compile_seconds_cover_every_stage() -> None:
     assert all(seconds > 0 for seconds in measured.values())
 
 
-def test_the_loop_that_is_compiled_is_one_layer() -> None:
+@pytest.mark.parametrize("num_experts", (2, 8))
+def test_the_loop_that_is_compiled_is_one_layer(num_experts: int) -> None:
     with observe.collect() as graphs:
-        bench_compile._perseus_seconds(bench_compile.loop_call(8), inner="eager")
+        bench_compile._perseus_seconds(bench_compile.loop_call(num_experts), inner="eager")
     assert [layer.op for graph in graphs for layer in graph.layers] == ["experts_list"]
 
 

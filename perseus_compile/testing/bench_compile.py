@@ -41,7 +41,10 @@ class Call(NamedTuple):
 
 
 class ExpertLoop(nn.Module):
-    """A layer that runs its experts, each with weights of its own, one after the other: top 4 where there are so many, width 64."""
+    """A layer that runs its experts, each with weights of its own, one after the other.
+
+    Width 64, and top 4 where there are so many experts.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()

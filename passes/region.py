@@ -58,13 +58,13 @@ def write_to_inputs(view: AtenView, nodes: Iterable[Node], inputs: Iterable[Node
 
 
 def later_write(view: AtenView, node: Node, inputs: Iterable[Node]) -> Node | None:
-    """The first traced node after ``node`` that writes in place to a tensor of ``inputs``."""
+    """The first call after ``node`` that writes in place to a tensor of ``inputs``."""
     return write_to_inputs(view, (writer for writer in view.writers if writer > node), inputs)
 
 
 def _written_storages(view: AtenView, node: Node) -> frozenset[int]:
     if node in view.opaque:
-        # What was not traced may write to whatever it reads.
+        # What is opaque may write to whatever it reads.
         read = frozenset(view.origin[node].all_input_nodes)
         return storages([seen.meta["val"] for seen, made in view.results.items() if not read.isdisjoint(made)])
     return storages([written.meta["val"] for written in written_nodes(node)])

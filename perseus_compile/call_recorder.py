@@ -46,6 +46,7 @@ class CallRecorder(ProxyTorchDispatchMode):
         self._only_call: _Call | None = None
         self._node_of: dict[int, Node] = {}
         self._source_of_symbol: dict[Any, Node | tuple[Node, int]] = {}
+        self._num_constants = 0
         self._kept: list[object] = []  # so that ids stay those of the objects that are known
 
     def node_of(self, value: object) -> Node | None:
@@ -133,7 +134,8 @@ class CallRecorder(ProxyTorchDispatchMode):
         """A node for a tensor that no call returned, such as one of Python numbers."""
         owner = self.graph.owning_module
         assert owner is not None, "the recorder's graph has a module that holds constants"
-        name = f"_tensor_constant{sum(1 for _ in owner.buffers())}"
+        name = f"_tensor_constant{self._num_constants}"
+        self._num_constants += 1
         owner.register_buffer(name, value)
         node = self.graph.get_attr(name)
         self.track(value, node)

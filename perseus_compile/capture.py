@@ -36,7 +36,7 @@ CHECKS = (torch.ops.aten._assert_scalar.default, torch._check)  # of numbers tha
 
 @dataclasses.dataclass(frozen=True)
 class AtenView:
-    """An ATen trace of one Dynamo graph, and how its nodes relate to that graph.
+    """The ATen calls of one Dynamo graph, and how their nodes relate to that graph.
 
     Attributes:
         graph: the ATen graph; ``meta["val"]`` of its nodes holds fake values.
@@ -44,7 +44,7 @@ class AtenView:
         origin: for each view node, the Dynamo node whose execution created it.
         results: for each view node, the Dynamo nodes whose whole result it is, in order.
         state: execution state of each Dynamo node.
-        opaque: view nodes that stand for a Dynamo node that was not traced (a higher-order operator, a failed op).
+        opaque: view nodes that stand for a Dynamo node whose calls are not seen (a higher-order operator, a failed op).
     """
 
     graph: torch.fx.Graph
@@ -56,9 +56,9 @@ class AtenView:
 
     @functools.cached_property
     def writers(self) -> tuple[Node, ...]:
-        """The traced nodes that write in place, in order."""
-        traced = (node for node in self.graph.nodes if isinstance(node.target, OpOverload))
-        return tuple(node for node in traced if node.target._schema.is_mutable)
+        """The calls that write in place, in order."""
+        calls = (node for node in self.graph.nodes if isinstance(node.target, OpOverload))
+        return tuple(node for node in calls if node.target._schema.is_mutable)
 
     def dynamo_value(self, node: Node) -> Node | None:
         """The first Dynamo node whose result ``node`` is; None where it exists only inside one of Dynamo's nodes."""
@@ -91,7 +91,7 @@ def aten_view(gm: GraphModule, start: ExecutionState | None = None) -> AtenView:
         start: the modes under which the graph is called; without it, those of this moment.
 
     Raises:
-        CaptureError: no placeholder carries a fake tensor, or the trace failed.
+        CaptureError: no placeholder carries a fake tensor, or running the graph's nodes failed.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in placeholders]
@@ -202,14 +202,14 @@ class _ViewBuilder(Interpreter):
         is_region = self._state[n].autocast != self._outside.autocast
         try:
             with autocast_as_in(self._state[n]) if is_region else contextlib.nullcontext():
-                return self._traced(n)
+                return self._recorded_run(n)
         except Exception as error:
             if "example_value" not in n.meta:
                 raise
             log.debug("%s is opaque to the matcher: %s", n.name, error)
             return self._recorded_value(n)
 
-    def _traced(self, n: Node) -> Any:
+    def _recorded_run(self, n: Node) -> Any:
         """The result of ``n``, whose ATen calls go to the recorder."""
         run = functools.partial(super().run_node, n)
         value = n.meta.get("example_value")
@@ -238,7 +238,7 @@ class _ViewBuilder(Interpreter):
         return not any(isinstance(self.env.get(source), torch.Tensor) for source in n.all_input_nodes)
 
     def _distributed(self, n: Node) -> Any:
-        """Stands for ``n``, which reads DTensors: a trace of it would show one rank's part of them, or fail.
+        """Stands for ``n``, which reads DTensors: its calls would show one rank's part of them, or fail.
 
         DTensors that come out are not in the view; a local tensor is an opaque node.
         """
@@ -285,4 +285,4 @@ def is_distributed(value: object) -> bool:
 
 
 def _opaque_value() -> None:
-    """Target of the view nodes that stand for something that was not traced."""
+    """Target of the view nodes that stand for something whose calls are not seen."""

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from spellings import GroupedMM
 from torch import Tensor, nn
 
 import perseus_compile
@@ -166,3 +167,16 @@ def test_report_is_text_dict_and_json() -> None:
     assert str(report).endswith(
         "1 rewritten, 0 refused, 0 not found; modules that own experts: 1, graphs: 1, graph breaks: 0"
     )
+
+
+def test_a_layer_has_one_name_whatever_self_is_called() -> None:
+    class Around(nn.Module):
+        def __init__(me) -> None:
+            super().__init__()
+            me.moe = GroupedMM()
+
+        def forward(me, x_TD: Tensor) -> Tensor:
+            return me.moe(x_TD)
+
+    (layer,) = _explain(Around(), torch.randn(5, 8)).layers
+    assert (layer.layer, layer.status) == ("moe", "rewritten")

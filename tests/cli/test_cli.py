@@ -53,6 +53,24 @@ def test_explain_needs_a_name_or_all() -> None:
     assert "a NAME_OR_FOLDER must be given, or --all, got neither" in _one_line(result)
 
 
+def test_a_name_beside_all_is_a_mistake() -> None:
+    result = _run("explain", "qwen3_moe", "--all")
+    assert result.exit_code == 2
+    assert "a NAME_OR_FOLDER must be given, or --all, got both" in _one_line(result)
+
+
+def test_an_implementation_that_the_model_does_not_have() -> None:
+    result = _run("explain", "qwen3_moe", "--implementation", "foo")
+    assert result.exit_code == 2
+    assert "--implementation must be one that qwen3_moe has" in _one_line(result)
+
+
+def test_a_model_whose_experts_have_one_implementation_is_explained() -> None:
+    result = _run("explain", "llama4_text", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    assert "modules that own experts: 1" in result.stdout
+
+
 def test_explain_as_json_with_a_break() -> None:
     result = _run("explain", "qwen3_moe", "--implementation", "eager", "--json")
     assert result.exit_code == 0, result.output

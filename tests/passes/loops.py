@@ -113,12 +113,8 @@ class DenseLoop(ExpertLoop):
         return total + rows
 
 
-class SwitchLoop(ExpertLoop):
-    """One expert per token, chosen by the largest probability."""
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = F.softmax(F.linear(x, self.router), dim=-1).max(dim=-1)
-        return weights, ids
+class MaskLoop(ExpertLoop):
+    """One choice per token, ids and weights [T], and the tokens of an expert by a mask."""
 
     def hits(self, ids: Tensor, expert: int) -> Hits:
         return ids == expert
@@ -128,6 +124,14 @@ class SwitchLoop(ExpertLoop):
 
     def weigh(self, rows: Tensor, weights: Tensor, hits: Hits) -> Tensor:
         return rows * weights[hits].unsqueeze(-1)
+
+
+class SwitchLoop(MaskLoop):
+    """One expert per token, chosen by the largest probability."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = F.softmax(F.linear(x, self.router), dim=-1).max(dim=-1)
+        return weights, ids
 
     def add(self, total: Tensor, rows: Tensor, hits: Hits) -> Tensor:
         total[hits] = rows
@@ -148,18 +152,8 @@ class FlatLoop(ExpertLoop):
         return torch.empty_like(x)
 
 
-class ChoiceLoop(ExpertLoop):
+class ChoiceLoop(MaskLoop):
     """For every choice of a token, and every expert: the tokens whose choice it is."""
-
-    def hits(self, ids: Tensor, expert: int) -> Hits:
-        """Of ids [T]."""
-        return ids == expert
-
-    def rows(self, x: Tensor, hits: Hits) -> Tensor:
-        return x[hits]
-
-    def weigh(self, rows: Tensor, weights: Tensor, hits: Hits) -> Tensor:
-        return rows * weights[hits].unsqueeze(-1)
 
     def add(self, total: Tensor, rows: Tensor, hits: Hits) -> Tensor:
         total[hits] += rows
@@ -177,6 +171,10 @@ class ChoiceLoop(ExpertLoop):
             for expert in range(self.num_experts):
                 total = self.add_choice(total, x, ids[:, choice], weights[:, choice], expert)
         return total
+
+
+class StackedChoiceLoop(ChoiceLoop, StackedLoop):
+    """Every choice takes its entries of the stacks for itself."""
 
 
 class DenseStack(StackedLoop):

@@ -14,6 +14,7 @@ from loops import (
     ExpertLoop,
     FlatLoop,
     Hits,
+    StackedChoiceLoop,
     StackedLoop,
     SwitchLoop,
     add_by_index,
@@ -28,8 +29,6 @@ from torch import Tensor, nn
 
 import perseus_compile
 from perseus_compile import observe
-
-LISTED = "experts alone: the weights of the experts are separate tensors"
 
 
 def matched(layer: nn.Module, *, tokens: tuple[int, ...] = (5, 3, 17, 1, 0), tolerance: float = 1e-4) -> list[str]:
@@ -165,10 +164,6 @@ def test_choices(steps: dict[str, Any]) -> None:
 
 def test_the_only_choice() -> None:
     assert matched(ChoiceLoop(top_k=1), tokens=(5, 3)) == ["experts_list"]
-
-
-class StackedChoiceLoop(ChoiceLoop, StackedLoop):
-    """Every choice takes its entries of the stacks for itself."""
 
 
 class SeparateStacks(StackedChoiceLoop):

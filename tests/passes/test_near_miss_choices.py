@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import ChoiceLoop, Hits, StackedLoop
+from loops import ChoiceLoop, Hits, StackedChoiceLoop
 from near_miss import Case, check
 from spellings import changed
 from torch import Tensor
@@ -52,8 +52,8 @@ def other_expert(layer: ChoiceLoop, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return total
 
 
-class StackedChoiceLoop(ChoiceLoop, StackedLoop):
-    """Every choice takes its entries of the stacks for itself, one of more experts than the loop has."""
+class FewerExperts(StackedChoiceLoop):
+    """The stacks hold one expert more than the loop has."""
 
     def prepare(self) -> None:
         self.num_experts -= 1
@@ -98,7 +98,7 @@ NEAR_MISSES = (
     ),
     Case(
         "entries of larger stacks for each choice",
-        StackedChoiceLoop,
+        FewerExperts,
         "refused: aten.select.int takes the weights of an expert from their stack once more",
     ),
     Case(

@@ -63,9 +63,10 @@ def _joined(
     """One term per expert for those of all choices."""
     first_column, *_ = choices
     top_k = read.static_size(first_column.of, 1)
-    if sorted(column.choice for column in choices) != list(range(top_k or 0)):
-        numbers = sorted(column.choice for column in choices)
-        return f"the sum is over the choices {numbers} of a token, and a token has {top_k or 'any number'}"
+    assert top_k is not None, "a column is one of a known number"
+    numbers = sorted(column.choice for column in choices)
+    if numbers != list(range(top_k)):
+        return f"the sum is over the choices {numbers} of a token, and a token has {top_k}"
     if replaces and len(choices) > 1:
         return "the outputs for one choice of a token replace those for another"
     first = choices[first_column]

@@ -8,6 +8,7 @@ weighted by a top-k.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch.fx import Node
 
@@ -55,16 +56,9 @@ def lost_choices(found: Interpretation) -> list[Refusal]:
 
 def _weighted_by(read: Reader, topk: Node) -> list[tuple[Node, Node]]:
     """Products of what is made of ``topk`` and outputs of linear maps, each with the weight of a map."""
-    made, pending, weighted = {topk}, [topk], []
-    while pending:
-        for user in pending.pop().users:
-            if functional_form(user) is aten.mul.Tensor:
-                factors = user.all_input_nodes
-                weighted += [(user, weight) for factor in factors for weight in _weights_of_maps(read, factor)]
-            if user not in made and user.op != "output" and user.target is not aten.linear.default:
-                made.add(user)
-                pending.append(user)
-    return weighted
+    products = [node for node in _reached(topk, but=aten.linear.default) if functional_form(node) is aten.mul.Tensor]
+    factors = [(node, factor) for node in products for factor in node.all_input_nodes]
+    return [(node, weight) for node, factor in factors for weight in _weights_of_maps(read, factor)]
 
 
 def _weights_of_maps(read: Reader, node: Node) -> list[Node]:
@@ -159,12 +153,13 @@ def _has_letters(node: Node, equation: str) -> bool:
     return len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
 
 
-def _reached(first: Node) -> set[Node]:
-    """``first`` and what follows from it."""
+def _reached(first: Node, *, but: Any = None) -> set[Node]:
+    """``first`` and what follows from it, not through calls of ``but``."""
     reached, pending = {first}, [first]
     while pending:
         for user in pending.pop().users:
-            if user not in reached and carries_tensors(user) and user.op != "output":
+            is_followed = carries_tensors(user) and user.op != "output" and (but is None or user.target is not but)
+            if user not in reached and is_followed:
                 reached.add(user)
                 pending.append(user)
     return reached

@@ -75,7 +75,7 @@ def make_match(
             weight_layout=gate_up.layout,
             gate_layout=gate.layout,
             activation=gate.activation,
-            activation_params=tuple(number.value for number in gate.parameters),
+            activation_params=gate.activation_params,
             num_experts=sharing.num_experts if sharing else num_experts,
             expert_offset=sharing.expert_offset if sharing else 0,
         ),
@@ -85,7 +85,7 @@ def make_match(
         router=router,
         router_reason=router_reason,
         negative_ids_wrap=sharing is None and rows.order is None and id_bound(found.reader, output.hidden.ids) is None,
-        symbols=(*(number.symbol for number in gate.numbers if number.symbol is not None), *symbols),
+        symbols=(*gate.symbols, *symbols),
         checks=(*rule_checks(found, [sink], (routing.x, gate_up.weight, down.weight)), *conditions),
     )
     inputs = {

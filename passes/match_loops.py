@@ -275,7 +275,6 @@ def _make_match(
     assert gate_up is not None and down is not None, "every linear map has a weight"
     given = {node for each in experts for node in nodes_of(each)} | {x_TD, ids_TK, weights_TK}
     recognised = gate.gate
-    numbers = [number.symbol for number in recognised.numbers if number.symbol is not None]
     router_found = router if isinstance(router, RouterFound) else None
     return MoEMatch(
         layer=layer_name(view.origin[sink]),
@@ -291,7 +290,7 @@ def _make_match(
             weight_layout=layout,
             gate_layout=recognised.layout,
             activation=recognised.activation,
-            activation_params=tuple(number.value for number in recognised.parameters),
+            activation_params=recognised.activation_params,
             num_experts=summed.first_expert + summed.num_experts,
             expert_offset=summed.first_expert,
         ),
@@ -301,7 +300,7 @@ def _make_match(
         region=(view.dynamo_nodes(region) - given) | _asserts(found, region),
         router=router_found.router if router_found else None,
         router_reason=None if isinstance(router, RouterFound) else router,
-        symbols=(*numbers, *(router_found.symbols if router_found else ())),
+        symbols=(*recognised.symbols, *(router_found.symbols if router_found else ())),
     )
 
 

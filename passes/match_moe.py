@@ -63,7 +63,9 @@ def find_moe_layers(view: AtenView) -> list[MoEMatch | Refusal]:
         if isinstance(result, Refusal):
             _explain_rest(found, node, explained, passed)
     results += lost_experts(found)
-    return results or [*lost_choices(found)]
+    if not results:
+        results += lost_choices(found)
+    return results
 
 
 def _reads(found: Interpretation, node: Node, kind: type) -> bool:

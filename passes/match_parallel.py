@@ -8,6 +8,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from ..capture import CHECKS
 from ..facts import ParallelSpec
 from ..process_groups import rank_in, size_of
 from .id_bound import id_bound
@@ -90,7 +91,7 @@ def with_sizes(graph: Graph, region: frozenset[Node], inputs: frozenset[Node]) -
                 pending.append(source)
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if sources and node not in nodes and nodes.issuperset(sources) and (_is_check(node) or _is_number(node)):
+        if sources and node not in nodes and nodes.issuperset(sources) and (node.target in CHECKS or _is_number(node)):
             nodes.add(node)
     return frozenset(nodes)
 
@@ -105,7 +106,3 @@ def _is_size_or_count(node: Node) -> bool:
 
 def _is_number(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.SymBool))
-
-
-def _is_check(node: Node) -> bool:
-    return node.target in (torch.ops.aten._assert_scalar.default, torch._check)

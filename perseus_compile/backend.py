@@ -163,7 +163,7 @@ def inner_compiler(options: Options) -> Callable[..., Any]:
         patches = list_mode_options(options.mode) if options.mode else None
         register_decompositions()
         return functools.partial(compile_fx, config_patches=patches)
-    registered = [name for name in torch._dynamo.list_backends(exclude_tags=()) if name != "perseus"]
+    registered = torch._dynamo.list_backends(exclude_tags=())
     if options.inner not in registered:
         raise OptionError(
             f"option 'inner' must name a backend registered with torch.compile ({', '.join(registered)}), "

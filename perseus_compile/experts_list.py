@@ -133,17 +133,17 @@ def _backward_of_stacks(
 ) -> list[Tensor]:
     experts = call.experts
     need_x, need_weights, *need_all = needs_grad
-    lists = (experts.gate_up, experts.gate_up_bias, experts.down, experts.down_bias)
     left = iter(need_all)
-    need_lists = [[next(left) for _ in tensors] for tensors in lists]
+    need_lists = [[next(left) for _ in tensors] for tensors in experts.lists()]
     wanted = [need_x, need_weights, *(any(needs) for needs in need_lists)]
     tokens = (call.x_TD, call.ids_TK, call.weights_TK)
-    found = iter(torch.ops.perseus.experts_backward(grad_TD, *tokens, *_stacks(experts), wanted, *numbers))
-    grads = [next(found) for needed in wanted[:2] if needed]
-    for tensors, needs in zip(lists, need_lists, strict=True):
-        if any(needs):
+    found = torch.ops.perseus.experts_backward(grad_TD, *tokens, *_stacks(experts), wanted, *numbers)
+    grad_x_TD, grad_weights_TK, *of_stacks = grads_by_input(found, wanted)
+    grads = [grad for grad in (grad_x_TD, grad_weights_TK) if grad is not None]
+    for tensors, needs, of_stack in zip(experts.lists(), need_lists, of_stacks, strict=True):
+        if of_stack is not None:
             output_axis = 1 if experts.in_out and tensors[0].dim() == 2 else 0
-            pieces = next(found).chunk(len(tensors) // experts.num_experts, dim=1 + output_axis)
+            pieces = of_stack.chunk(len(tensors) // experts.num_experts, dim=1 + output_axis)
             each = [grad.contiguous() for piece in pieces for grad in piece.unbind()]
             grads += [grad for grad, needed in zip(each, needs, strict=True) if needed]
     return grads

@@ -51,8 +51,12 @@ class ListedWeights:
     def num_experts(self) -> int:
         return len(self.down)
 
+    def lists(self) -> tuple[Sequence[Tensor], ...]:
+        """As the op takes them."""
+        return self.gate_up, self.gate_up_bias, self.down, self.down_bias
+
     def all(self) -> list[Tensor]:
-        return [*self.gate_up, *self.gate_up_bias, *self.down, *self.down_bias]
+        return [tensor for each in self.lists() for tensor in each]
 
     def first(self, expert: int) -> list[_Linear]:
         """The first linear map of an expert: one, or the gate's and the up half's."""

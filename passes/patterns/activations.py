@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from ...facts import Activation, GateLayout
 from ..values import Expression, Number
 
@@ -79,6 +81,15 @@ class Gate:
     layout: GateLayout
     parameters: tuple[Number, ...]
     numbers: tuple[Number, ...]
+
+    @property
+    def activation_params(self) -> tuple[float, ...]:
+        return tuple(number.value for number in self.parameters)
+
+    @property
+    def symbols(self) -> tuple[torch.SymFloat | torch.SymInt, ...]:
+        """The numbers that Dynamo made inputs."""
+        return tuple(number.symbol for number in self.numbers if number.symbol is not None)
 
 
 def recognize_gate(expression: Expression) -> Gate | str:
